@@ -30,7 +30,7 @@ SHAPES = (  # rows, heads, heads of keys and values, length, head_dim
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash": sdpa_attention, "blocks": attend_blockwise}
 
 
-def once(kernel: str, tensors: list[torch.Tensor], slope: torch.Tensor) -> float:
+def time_once(kernel: str, tensors: list[torch.Tensor], slope: torch.Tensor) -> float:
     begun = time.process_time()
     q, k, v = tensors
     out = KERNELS[kernel](q, k, v, MaskSpec(), tensors[0].shape[-1] ** -0.5)
@@ -38,7 +38,7 @@ def once(kernel: str, tensors: list[torch.Tensor], slope: torch.Tensor) -> float
     return time.process_time() - begun
 
 
-def errors(shape: tuple[int, ...]) -> dict[str, float]:
+def compute_errors(shape: tuple[int, ...]) -> dict[str, float]:
     """Relative norm of the error of the output and of the gradients together, bf16 against fp64."""
     _, heads, shared, length, dim = shape
     exact = [
@@ -85,12 +85,12 @@ def main() -> None:
             times: dict[str, list[float]] = {kernel: [] for kernel in KERNELS}
             for turn in range(options.repeats + 2):
                 for kernel in KERNELS:
-                    seconds = once(kernel, tensors, slope)
+                    seconds = time_once(kernel, tensors, slope)
                     if turn >= 2:
                         times[kernel].append(seconds * 1e3)
             middle = {kernel: statistics.median(found) for kernel, found in times.items()}
             cells = [f"{middle[k]:.1f} ({min(times[k]):.1f} to {max(times[k]):.1f})" for k in KERNELS]
-            off = ", ".join(f"{e:.2%}" for e in errors(shape).values()) if dtype is torch.bfloat16 else ""
+            off = ", ".join(f"{e:.2%}" for e in compute_errors(shape).values()) if dtype is torch.bfloat16 else ""
             name = f"{rows} x {heads} / {shared} x {length} x {dim}"
             lines.append(
                 f"| {str(dtype)[6:]} | {name} | {' | '.join(cells)} | {middle['flash'] / middle['blocks']:.2f} | {off} |"

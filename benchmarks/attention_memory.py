@@ -29,7 +29,7 @@ HEADS, DIM = 2, 64
 WINDOW = MaskSpec(window=512)
 
 
-def kernels(length: int) -> dict[str, tuple[Callable[..., Any], MaskSpec]]:
+def list_kernels(length: int) -> dict[str, tuple[Callable[..., Any], MaskSpec]]:
     return {
         "plain form (scores in memory)": (reference_attention, MaskSpec()),
         "flash (torch)": (sdpa_attention, MaskSpec()),
@@ -39,21 +39,21 @@ def kernels(length: int) -> dict[str, tuple[Callable[..., Any], MaskSpec]]:
         "blocks, window of 512": (attend_blockwise, WINDOW),
         "blocks, window of 512, 64 global": (attend_blockwise, MaskSpec(window=512, global_tokens=64)),
         "chunks (any bias, dropout)": (attend_in_chunks, MaskSpec()),
-        "module, memory_efficient": (_module, MaskSpec()),
+        "module, memory_efficient": (_run_module, MaskSpec()),
     }
 
 
-def _module(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskSpec, scale: float) -> torch.Tensor:
+def _run_module(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskSpec, scale: float) -> torch.Tensor:
     layer = EfficientAttention(HEADS * DIM, HEADS, dropout=0.0, causal=True, memory_efficient=True)
     return layer((q + k + v).transpose(1, 2).flatten(2))
 
 
-def water() -> int:
+def read_high_water() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def once(name: str, length: int) -> None:
-    function, mask = kernels(length)[name]
+def run_once(name: str, length: int) -> None:
+    function, mask = list_kernels(length)[name]
     tensors = [torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in range(3)]
     function(*tensors, mask, DIM**-0.5).sum().backward()
 
@@ -61,18 +61,18 @@ def once(name: str, length: int) -> None:
 def measure(name: str, length: int, send: Any) -> None:
     """Sends bytes at most in one forward and backward pass: (counted, growth of this process's high-water mark)."""
     torch.manual_seed(0)
-    once(name, 512)  # what is made once by the first call, whatever the length
-    before = water()
-    once(name, length)
-    grown = water() - before
+    run_once(name, 512)  # what is made once by the first call, whatever the length
+    before = read_high_water()
+    run_once(name, length)
+    grown = read_high_water() - before
     recorder = Recorder(rounding=64)
     with recorder:
         recorder.phase = Phase.FORWARD
-        once(name, length)
+        run_once(name, length)
     send.send((max(peak_by_phase(recorder).values()), grown))
 
 
-def measured(name: str, length: int) -> tuple[int, int]:
+def measure_in_process(name: str, length: int) -> tuple[int, int]:
     """`measure` in a process of its own, forked so that imports are not repeated (nothing was computed before, so no thread is lost)."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
@@ -102,13 +102,13 @@ def main() -> None:
         "| kernel | " + " | ".join(f"{n:,}" for n in lengths) + " | growth / length |",
         "|---|" + "---|" * (len(lengths) + 1),
     ]
-    for name in kernels(1024):
+    for name in list_kernels(1024):
         taken, cells = [], []
         for length in lengths:
             if name.startswith("plain") and length > options.plain_most:
                 cells.append("")
                 continue
-            found = measured(name, length)
+            found = measure_in_process(name, length)
             taken.append((length, found[0]))
             cells.append(f"{found[0] / 2**20:.1f} / {found[1] / 2**20:.1f}")
         growth = (taken[-1][1] / taken[0][1]) / (taken[-1][0] / taken[0][0])

@@ -56,7 +56,7 @@ PATIENCE = 150.0
 
 
 @contextmanager
-def busy(loops: int) -> Iterator[None]:
+def keep_busy(loops: int) -> Iterator[None]:
     """Keeps so many cores busy."""
     counting = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
@@ -67,7 +67,7 @@ def busy(loops: int) -> Iterator[None]:
             process.wait()
 
 
-def of_demo(settings: tuple[str, ...], environment: dict[str, str]) -> float:
+def measure_demo(settings: tuple[str, ...], environment: dict[str, str]) -> float:
     """Tokens/s of `preheat train demo`: the median of its steps, but for the first."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -90,7 +90,7 @@ def of_demo(settings: tuple[str, ...], environment: dict[str, str]) -> float:
         return statistics.median(speeds[UNTIMED:])
 
 
-def of_15m(contender: str, folder: Path, options: argparse.Namespace, environment: dict[str, str]) -> float:
+def measure_15m(contender: str, folder: Path, options: argparse.Namespace, environment: dict[str, str]) -> float:
     """Tokens/s of a contender of cpu_vs_peers.py."""
     own = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
     os.environ.update({name: environment[name] for name in VARIABLES if name in environment})
@@ -106,7 +106,7 @@ def of_15m(contender: str, folder: Path, options: argparse.Namespace, environmen
     return float(result["tokens_per_second"])
 
 
-def markdown(result: dict[str, Any]) -> str:
+def render_markdown(result: dict[str, Any]) -> str:
     loads, waits = result["loads"], result["waits"]
     lines = ["| run | " + " | ".join(f"{load}, {wait}" for load in loads for wait in waits) + " |"]
     lines.append("|---|" + "---|" * (len(loads) * len(waits)))
@@ -141,12 +141,12 @@ def main() -> None:
         plain |= {"PYTHONPATH": str(ROOT)}
         for _, run, load, wait in itertools.product(range(options.repeats), options.runs, options.loads, options.waits):
             environment = plain | WAITS[wait]
-            with busy(cores if load == "busy" else 0):
+            with keep_busy(cores if load == "busy" else 0):
                 peers.steps = STEPS[run.partition(" ")[0]]
                 if run in DEMO:
-                    speed = of_demo(DEMO[run], environment)
+                    speed = measure_demo(DEMO[run], environment)
                 else:
-                    speed = of_15m(OF_15M[run], folder, peers, environment)
+                    speed = measure_15m(OF_15M[run], folder, peers, environment)
             speeds[run][load][wait].append(speed)
             print(f"{run:14} {load:6} {wait:9} {speed:9,.0f} tokens/s", flush=True)
     result = {
@@ -159,7 +159,7 @@ def main() -> None:
         "runs": options.runs,
         "tokens_per_second": speeds,
     }
-    print(markdown(result))
+    print(render_markdown(result))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

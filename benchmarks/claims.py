@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat import recipe as recipes
-from preheat.bench.compare import Contender, bench
+from preheat.bench.compare import Contender, run_bench
 from preheat.core import Device
 from preheat.files import to_plain_data
 from preheat.hardware.catalogue import find_accelerator
@@ -52,27 +52,29 @@ GPUS = {"A100-80GB": 16, "RTX-4090": 4}
 LLAMA_1B = "{num_layers: 16, hidden_size: 2048, num_heads: 32, num_kv_heads: 8, intermediate_size: 8192, vocab_size: 128256, tie_embeddings: true}"
 
 
-def recipe(name: str, model: str, rows: int, length: int, techniques: str = "{}") -> recipes.Recipe:
+def build_recipe(name: str, model: str, rows: int, length: int, techniques: str = "{}") -> recipes.Recipe:
     return recipes.parse(
         f"name: {name}\nmodel: {model}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: 8}}\ntechniques: {techniques}\nhardware: {{device: cpu}}"
     )
 
 
-def memory() -> dict[str, Any]:
-    predicted = {gpu: _predicted(gpu, rows) for gpu, rows in GPUS.items()}
-    plain = recipe("claims", LLAMA, 8, 512)
+def measure_memory() -> dict[str, Any]:
+    predicted = {gpu: _predict_memory(gpu, rows) for gpu, rows in GPUS.items()}
+    plain = build_recipe("claims", LLAMA, 8, 512)
     contenders = [Contender("plain", plain)]
     contenders += [
-        Contender(name, recipe("claims", LLAMA, 8, 512, techniques)) for name, techniques in TECHNIQUES.items()
+        Contender(name, build_recipe("claims", LLAMA, 8, 512, techniques)) for name, techniques in TECHNIQUES.items()
     ]
     # Accumulation: the global batch grows, the micro-batch stays.
     batches = {}
     for times in (1, 2, 4, 8, 16):
         techniques = f"{{gradient_accumulation: {{steps: {times}}}}}" if times > 1 else "{}"
-        seen = observe(Request(recipe("claims", LLAMA, 4 * times, 512, techniques), Device("cpu", "this", 64 * GIB)))
+        seen = observe(
+            Request(build_recipe("claims", LLAMA, 4 * times, 512, techniques), Device("cpu", "this", 64 * GIB))
+        )
         batches[str(times)] = max(seen.peak.values()) / GIB
     with tempfile.TemporaryDirectory() as folder:
-        result = bench(
+        result = run_bench(
             plain, contenders, steps=6, repeats=2, out=Path(folder), say=lambda *said: print(*said, flush=True)
         )
     rows = [
@@ -90,19 +92,19 @@ def memory() -> dict[str, Any]:
     }
 
 
-def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:
+def _predict_memory(gpu: str, rows: int) -> dict[str, dict[str, float]]:
     """GiB and seconds a step of a 1B Llama by the dry run. The device is called a CPU: without CUDA fake tensors cannot be on one, and sizes are the same."""
-    rates = _data_sheet(gpu)
+    rates = _build_data_sheet(gpu)
     found = {}
     for name, techniques in {"plain": "{}", **TECHNIQUES}.items():
         seen = observe(
-            Request(recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques), Device("cpu", gpu, 999 * GIB))
+            Request(build_recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques), Device("cpu", gpu, 999 * GIB))
         )
         found[name] = {"gib": max(seen.peak.values()) / GIB, "seconds": estimate_step_seconds(seen, rates)}
     return found
 
 
-def _data_sheet(gpu: str) -> Rates:
+def _build_data_sheet(gpu: str) -> Rates:
     """A flat roofline: products at 0.72 of the matrix rate (fp32 without TF32), attention at half of it, all else at 0.85 of the bandwidth.
 
     Shares that others measured to be sustained; for ratios only.
@@ -140,12 +142,12 @@ SHARED = {
 }
 
 
-def states() -> dict[str, Any]:
+def measure_states() -> dict[str, Any]:
     """Peak bytes of a device, and of them what is there before the first step and in the update: weights, gradients, states."""
     found: dict[str, Any] = {}
     for name, techniques in SHARED.items():
         for world in (2, 4, 8):
-            made = recipe("claims", LLAMA_1B, world, 2048, techniques)
+            made = build_recipe("claims", LLAMA_1B, world, 2048, techniques)
             made = recipes.override(made, "techniques.chunked_loss={}", "techniques.activation_checkpointing={}")
             seen = observe(Request(made, Device("cpu", "any", 999 * GIB), world=world))
             kept = max(
@@ -185,7 +187,7 @@ CLAIMED: dict[str, tuple[str, int]] = {
 }
 
 
-def quality(steps: int = 200, seeds: int = 3) -> dict[str, Any]:
+def measure_quality(steps: int = 200, seeds: int = 3) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": steps, "rows": []}
     for name, settings in QUALITY.items():
         losses, run = [], {}
@@ -210,7 +212,7 @@ def _train(settings: list[str], out: Path | None = None) -> dict[str, Any]:
         return {**json.loads(done.stdout), "parameters": plan["parameters"]["total"]}
 
 
-def rope(steps: int = 430) -> dict[str, Any]:
+def measure_rope(steps: int = 430) -> dict[str, Any]:
     from preheat.compress.export.huggingface import write
     from preheat.data import evaluation_batches, prepare
     from preheat.engine.builder import build
@@ -239,7 +241,12 @@ def rope(steps: int = 430) -> dict[str, Any]:
     return {"steps": steps, "rows": rows}
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"memory": memory, "states": states, "quality": quality, "rope": rope}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "memory": measure_memory,
+    "states": measure_states,
+    "quality": measure_quality,
+    "rope": measure_rope,
+}
 
 
 def main() -> None:
@@ -251,10 +258,10 @@ def main() -> None:
     for part in [] if options.table else options.part:
         made = PARTS[part]()
         (options.out / f"claims-{part}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    (options.out / "claims.md").write_text(table(options.out), encoding="utf-8")
+    (options.out / "claims.md").write_text(render_table(options.out), encoding="utf-8")
 
 
-def table(folder: Path) -> str:
+def render_table(folder: Path) -> str:
     found = {
         part: json.loads(path.read_text(encoding="utf-8"))
         for part in PARTS
@@ -267,13 +274,13 @@ def table(folder: Path) -> str:
         "",
     ]
     if "memory" in found:
-        lines += _memory_table(found["memory"])
+        lines += _render_memory_table(found["memory"])
     if "states" in found:
-        lines += _states_table(found["states"])
+        lines += _render_states_table(found["states"])
     if "quality" in found:
-        lines += _quality_table(found["quality"])
+        lines += _render_quality_table(found["quality"])
     if "rope" in found:
-        lines += _rope_table(found["rope"])
+        lines += _render_rope_table(found["rope"])
     return "\n".join(lines)
 
 
@@ -284,7 +291,7 @@ CLAIMS: dict[str, tuple[float, float, float, float]] = {  # least and most speed
 }
 
 
-def _memory_table(found: dict[str, Any]) -> list[str]:
+def _render_memory_table(found: dict[str, Any]) -> list[str]:
     machine = found["machine"]
     lines = [
         f"## Speed and memory: 15M Llama, 8 x 512, {machine['name']}, {machine['threads']} threads",
@@ -303,7 +310,7 @@ def _memory_table(found: dict[str, Any]) -> list[str]:
             lines.append(f"| {row['name']} | | {row['failed']} | | {'| ' * len(found['predicted'])}| |")
             continue
         saved = 1 - row["peak_gib"] / plain
-        gpus = " | ".join(_against(seen[row["name"]], seen["plain"]) for seen in found["predicted"].values())
+        gpus = " | ".join(_format_against(seen[row["name"]], seen["plain"]) for seen in found["predicted"].values())
         claim, said = CLAIMS.get(row["name"]), "-"
         if claim:
             said = f"{claim[0]:g} to {claim[1]:g} x, {claim[2]:.0%} to {claim[3]:.0%} less"
@@ -315,7 +322,7 @@ def _memory_table(found: dict[str, Any]) -> list[str]:
         )
         spread = f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}"
         lines.append(
-            f"| {row['name']} | {said} | {row['ratio']:.2f} x ({spread}) | {_less(saved)} | {gpus} | {verdict} |"
+            f"| {row['name']} | {said} | {row['ratio']:.2f} x ({spread}) | {_format_less(saved)} | {gpus} | {verdict} |"
         )
     peaks = found["accumulation_peak_gib"]
     grown = ", ".join(
@@ -329,15 +336,15 @@ def _memory_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _against(one: dict[str, float], plain: dict[str, float]) -> str:
-    return f"{plain['seconds'] / one['seconds']:.2f} x, {_less(1 - one['gib'] / plain['gib'])}"
+def _format_against(one: dict[str, float], plain: dict[str, float]) -> str:
+    return f"{plain['seconds'] / one['seconds']:.2f} x, {_format_less(1 - one['gib'] / plain['gib'])}"
 
 
-def _less(saved: float) -> str:
+def _format_less(saved: float) -> str:
     return f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'}"
 
 
-def _states_table(found: dict[str, Any]) -> list[str]:
+def _render_states_table(found: dict[str, Any]) -> list[str]:
     base = found[next(iter(found))]
     lines = [
         "## Sharded states: a 1B Llama in fp32, one row of 2,048 tokens a device, by the dry run",
@@ -356,7 +363,7 @@ def _states_table(found: dict[str, Any]) -> list[str]:
     return [*lines, "", "Measured on two processes: two_processes.md, and tests/distributed for the shares.", ""]
 
 
-def _quality_table(found: dict[str, Any]) -> list[str]:
+def _render_quality_table(found: dict[str, Any]) -> list[str]:
     base = found["rows"][0]
     lines = [
         f"## Quality: the demo's corpus, {found['steps']} steps, {len(base['losses'])} seeds, equal tokens",
@@ -370,7 +377,7 @@ def _quality_table(found: dict[str, Any]) -> list[str]:
         claim, way = CLAIMED.get(row["name"], ("", 0))
         lines.append(
             f"| {row['name']} | {row['parameters']:,} | {statistics.mean(losses):.4f} | {min(losses):.4f} to {max(losses):.4f} | {against} "
-            f"| {claim} | {_verdict(apart, way) if claim else ''} |"
+            f"| {claim} | {_judge_claim(apart, way) if claim else ''} |"
         )
     return [
         *lines,
@@ -380,7 +387,7 @@ def _quality_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _verdict(apart: list[float], way: int) -> str:
+def _judge_claim(apart: list[float], way: int) -> str:
     """Of a claim that losses are higher (1), lower (-1) or alike (0), by whether the seeds agree."""
     sign = 1 if min(apart) > 0 else -1 if max(apart) < 0 else 0
     if way == 0:
@@ -388,7 +395,7 @@ def _verdict(apart: list[float], way: int) -> str:
     return "yes" if sign == way else "no" if sign else "not seen: within the seeds' spread"
 
 
-def _rope_table(found: dict[str, Any]) -> list[str]:
+def _render_rope_table(found: dict[str, Any]) -> list[str]:
     lengths = sorted({row["length"] for row in found["rows"]})
     by = {(row["kind"], row["length"]): row["perplexity"] for row in found["rows"]}
     lines = [

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from preheat import recipe as recipes
-from preheat.compress.before_after import quality
+from preheat.compress.before_after import evaluate_quality
 from preheat.compress.calibration_text import RowSubset, Texts, find_texts
 from preheat.compress.compress import read_variant
 from preheat.compress.save_load import finish, write_model
@@ -78,7 +78,11 @@ class Bench:
     def __init__(self, a: argparse.Namespace):
         self.opened = load_model(a.model)
         self.texts = find_texts(self.opened, a.data, rows=a.rows, length=a.length)
-        self.rows, self.limit, self.wide = rows_to_train_on(self.opened, self.texts), a.measured, a.precision == "fp32"
+        self.rows, self.limit, self.wide = (
+            choose_training_rows(self.opened, self.texts),
+            a.measured,
+            a.precision == "fp32",
+        )
         if a.fold:
             fold, count = (int(part) for part in a.fold.split("/"))
             held = self.texts.held_out
@@ -100,14 +104,14 @@ class Bench:
         if self.wide:  # the same values
             model.float()
         self.opened.build.parts["trained"] = [model]
-        return quality(self.opened, self.texts, self.limit), size
+        return evaluate_quality(self.opened, self.texts, self.limit), size
 
     def variant(self, text: str, model: Any, against: Result, name: str) -> str:
         """Converts a model in place, measures it, and prints its line; returns what was done, in words."""
         method = read_variant(text).method
         what = method.apply(model, self.texts.calibration if method.reads_rows else []).what
         self.results[name], size = self.measured(model)
-        print(line(name, against, self.results[name], size, what), flush=True)
+        print(format_line(name, against, self.results[name], size, what), flush=True)
         return what
 
     def trained(self, techniques: str, steps: int, lr: float, batch: int, taught: bool = False) -> Any:
@@ -131,7 +135,7 @@ class Bench:
         return model.requires_grad_(False)
 
 
-def rows_to_train_on(opened: LoadedModel, texts: Texts) -> RowSubset:
+def choose_training_rows(opened: LoadedModel, texts: Texts) -> RowSubset:
     """A run's training rows, in a drawn order; of a text that is named, the rows that are not held out, in its order."""
     held = texts.held_out
     if isinstance(held, RowSubset):
@@ -144,7 +148,7 @@ def rows_to_train_on(opened: LoadedModel, texts: Texts) -> RowSubset:
     return RowSubset(train, torch.randperm(len(train), generator=torch.Generator().manual_seed(recipe.seed)).tolist())
 
 
-def rise(before: Result, after: Result) -> str:
+def format_rise(before: Result, after: Result) -> str:
     loss = compare_results(before, after).metrics["loss"]
     assert loss.low is not None
     assert loss.high is not None
@@ -152,12 +156,12 @@ def rise(before: Result, after: Result) -> str:
     return f"{value:+.2%} | {low:+.2%} to {high:+.2%}"
 
 
-def line(name: str, before: Result, after: Result, size: int, what: str) -> str:
+def format_line(name: str, before: Result, after: Result, size: int, what: str) -> str:
     bits = what.partition(" bits a weight")[0].rpartition(" ")[2] if "bits a weight" in what else ""
-    return f"| {name} | {bits} | {size:,} | {after.metrics['perplexity'].value:.4f} | {rise(before, after)} |"
+    return f"| {name} | {bits} | {size:,} | {after.metrics['perplexity'].value:.4f} | {format_rise(before, after)} |"
 
 
-def asked(text: str, only: str) -> bool:
+def is_asked(text: str, only: str) -> bool:
     """Whether a variant is among those of --only: names, between commas, or whole variants, between semicolons."""
     return not only or text in only.split(";") or (";" not in only and text.partition(",")[0] in only.split(","))
 
@@ -180,7 +184,7 @@ def teach(bench: Bench, a: argparse.Namespace) -> None:
         made = bench.trained(f", quantization_aware: {knobs}", a.train_steps, a.lr, a.train_rows, taught=True)
         bench.variant(text, made, bench.before, own)
         pairs += [(own, name) for name in others]
-    beside(bench, pairs)
+    compare_methods(bench, pairs)
 
 
 def train(bench: Bench, a: argparse.Namespace) -> None:
@@ -192,7 +196,7 @@ def train(bench: Bench, a: argparse.Namespace) -> None:
     longer = bench.trained("", *how)
     base, size = bench.measured(copy.deepcopy(longer))
     print(
-        f"| trained, as it is | | {size:,} in bf16 | {base.metrics['perplexity'].value:.4f} | {rise(bench.before, base)}, from before |",
+        f"| trained, as it is | | {size:,} in bf16 | {base.metrics['perplexity'].value:.4f} | {format_rise(bench.before, base)}, from before |",
         flush=True,
     )
     pairs = []
@@ -206,13 +210,13 @@ def train(bench: Bench, a: argparse.Namespace) -> None:
         own = f"trained with quantization_aware, then {text}"
         bench.variant(text, bench.trained(f", quantization_aware: {knobs}", *how), base, own)
         pairs += [(own, name) for name in names]
-    beside(bench, pairs)
+    compare_methods(bench, pairs)
 
 
-def beside(bench: Bench, pairs: Sequence[tuple[str, str]]) -> None:
+def compare_methods(bench: Bench, pairs: Sequence[tuple[str, str]]) -> None:
     print("\n| beside each other, on the same rows | | 95 % |\n|---|---|---|")
     for one, other in pairs:
-        print(f"| {one}, from {other} | {rise(bench.results[other], bench.results[one])} |")
+        print(f"| {one}, from {other} | {format_rise(bench.results[other], bench.results[one])} |")
 
 
 def main() -> None:
@@ -245,7 +249,7 @@ def main() -> None:
     print(f"| as it was | | {bench.size:,} in bf16 | {before.metrics['perplexity'].value:.4f} | | |", flush=True)
     told = []
     for text in VARIANTS:
-        if asked(text, a.only):
+        if is_asked(text, a.only):
             what = bench.variant(text, copy.deepcopy(bench.plain), before, text)
             if "(predicted)" in what:
                 told.append(f"{text}: {what.partition('. By map')[0]}.")

@@ -50,7 +50,7 @@ EXPLAINED = {
 }
 
 
-def needed(shape: Shape) -> dict[str, float]:
+def count_needed_flops(shape: Shape) -> dict[str, float]:
     """FLOPs of a step by kind, as `Shape.flops_per_token` counts them."""
     tokens = shape.batch * shape.length
     layer = 4 * shape.width**2 + 3 * shape.width * shape.feed_forward
@@ -61,7 +61,7 @@ def needed(shape: Shape) -> dict[str, float]:
     }
 
 
-def kind_of(event: FunctionEvent) -> str | None:
+def find_kind(event: FunctionEvent) -> str | None:
     """The kind of work of an operator by its own name and the names around it; None for the step itself."""
     name, around, above = event.name, None, event.cpu_parent
     if name == "step":
@@ -81,7 +81,7 @@ def kind_of(event: FunctionEvent) -> str | None:
     return "rest" if "embedding" in name else "elementwise"
 
 
-def matrix_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 7) -> float:
+def measure_matrix_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 7) -> float:
     """FLOP/s of [size, size] x [size, size], by the median of the CPU time that the threads need together."""
     import torch
 
@@ -94,7 +94,7 @@ def matrix_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 7) -> float
     return 2 * size**3 / statistics.median(times[1:])  # the first prepares the kernel
 
 
-def prepared(folder: Path, shape: Shape, rows: int) -> None:
+def prepare_step(folder: Path, shape: Shape, rows: int) -> None:
     import prepare
 
     values = {**vars(shape), "rows": rows, "seed": 0, "tokenizer": options_of([]).tokenizer}
@@ -102,7 +102,7 @@ def prepared(folder: Path, shape: Shape, rows: int) -> None:
     prepare.write_model(folder, values)
 
 
-def profile(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], float]:
+def profile_step(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], float]:
     """Milliseconds of a step by kind, and those of a whole step without the profiler."""
     import preheat_worker
     import torch
@@ -130,10 +130,10 @@ def profile(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], fl
         settings={"techniques": techniques},
     )
     install_heap()
-    model_build = build(preheat_worker.recipe_of(job), vocabulary=None, device=probe("cpu"))
-    rows = preheat_worker.batches(job, model_build.slot(Slot.BATCH_SHAPE)(0.0).micro)
+    model_build = build(preheat_worker.build_recipe(job), vocabulary=None, device=probe("cpu"))
+    rows = preheat_worker.iterate_batches(job, model_build.slot(Slot.BATCH_SHAPE)(0.0).micro)
 
-    def steps(count: int) -> Iterator[float]:
+    def iterate_steps(count: int) -> Iterator[float]:
         for _ in range(count):
             batch, start = next(rows), time.process_time()
             with record_function("step"):
@@ -144,12 +144,12 @@ def profile(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], fl
             yield time.process_time() - start
 
     threads = torch.get_num_threads()
-    whole = statistics.median(list(steps(options.steps))[2:]) * 1e3 / threads
+    whole = statistics.median(list(iterate_steps(options.steps))[2:]) * 1e3 / threads
     with profiler(activities=[ProfilerActivity.CPU]) as recorded:
-        list(steps(options.steps))
+        list(iterate_steps(options.steps))
     times: Counter[str] = Counter()
     for event in recorded.events():
-        kind = kind_of(event)
+        kind = find_kind(event)
         if kind is None:
             times["rest"] += event.self_cpu_time_total / 1e3 / options.steps
         else:
@@ -173,12 +173,12 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    before = matrix_rate(dtype)
+    before = measure_matrix_rate(dtype)
     with tempfile.TemporaryDirectory() as folder:
-        prepared(Path(folder), SHAPES[options.size], 2 * options.steps * SHAPES[options.size].batch)
-        times, whole = profile(options, Path(folder))
-    after = matrix_rate(dtype)
-    rate, flops = max(before, after), needed(SHAPES[options.size])
+        prepare_step(Path(folder), SHAPES[options.size], 2 * options.steps * SHAPES[options.size].batch)
+        times, whole = profile_step(options, Path(folder))
+    after = measure_matrix_rate(dtype)
+    rate, flops = max(before, after), count_needed_flops(SHAPES[options.size])
     stretch = whole / sum(times.values())
     print(
         f"\n{options.size}, {options.precision}{', compiled' if options.compile else ''}, {torch.get_num_threads()} "

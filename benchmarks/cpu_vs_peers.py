@@ -29,7 +29,7 @@ WORKERS = ROOT / "benchmarks" / "_peers"
 sys.path.insert(0, str(WORKERS))
 
 from contract import UNTIMED, Job  # noqa: E402
-from table import COLUMNS, DISTURBED, NARROW, cells, giga, markdown, steady  # noqa: E402
+from table import COLUMNS, DISTURBED, NARROW, format_cells, format_giga, is_steady, render_markdown  # noqa: E402
 
 PEERS = ROOT / ".peers"
 PEERS_NEED = (
@@ -165,7 +165,7 @@ CONTENDERS = (
 BASELINES = ("trainer", "trainer-bf16")
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     """The same for all: every core (torch's default), no network, preheat importable."""
     kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
@@ -173,7 +173,9 @@ def environment() -> dict[str, str]:
 
 def call(*command: str | Path) -> dict[str, Any]:
     """Runs a worker; its result, or {"failed": why} with the last line that it wrote to stderr."""
-    done = subprocess.run([str(c) for c in command], env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(c) for c in command], env=build_environment(), capture_output=True, text=True, check=False
+    )
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     if done.returncode != 0:
         return {"failed": lines[-1] if lines else f"ended with {done.returncode} and said nothing", "log": lines[-40:]}
@@ -188,7 +190,7 @@ def must(*command: str | Path) -> dict[str, Any]:
     return result
 
 
-def peers_python() -> Path:
+def find_peers_python() -> Path:
     """The Python of `.peers/`, made on the first call."""
     python, made = PEERS / "bin" / "python", PEERS / "made"
     need = "\n".join(PEERS_NEED)
@@ -205,7 +207,7 @@ def prepare(folder: Path, shape: Shape, options: argparse.Namespace, *, litgpt: 
     (folder / "shape.json").write_text(json.dumps(values), encoding="utf-8")
     text = must(sys.executable, WORKERS / "prepare.py", folder, folder / "shape.json")["text"]
     if litgpt:
-        must(peers_python(), WORKERS / "litgpt_worker.py", "--convert", folder / "litgpt", folder / "model")
+        must(find_peers_python(), WORKERS / "litgpt_worker.py", "--convert", folder / "litgpt", folder / "model")
     return text
 
 
@@ -228,15 +230,15 @@ def train(contender: Contender, folder: Path, shape: Shape, options: argparse.Na
         settings=contender.settings,
     )
     job.write(folder / "job.json")
-    python = peers_python() if contender.peer else Path(sys.executable)
+    python = find_peers_python() if contender.peer else Path(sys.executable)
     return call(python, WORKERS / contender.worker, folder / "job.json")
 
 
-def middle(values: list[float]) -> dict[str, float]:
+def compute_median(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float) -> list[dict[str, Any]]:
+def summarize_turns(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float) -> list[dict[str, Any]]:
     """A row a contender. Ratios are taken within a round, where the machine is most alike, and then their median."""
     rows: list[dict[str, Any]] = []
     sound = {name: results for name, results in runs.items() if not any("failed" in r for r in results)}
@@ -254,7 +256,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float)
                 }
             )
             continue
-        rate = middle([r["tokens_per_second"] for r in results])
+        rate = compute_median([r["tokens_per_second"] for r in results])
         row: dict[str, Any] = {
             "name": contender.name,
             "what": contender.what,
@@ -271,10 +273,10 @@ def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float)
         for base in BASELINES:
             if base in sound:
                 pairs = list(zip(results, sound[base], strict=True))
-                row[f"speed_against_{base}"] = middle(
+                row[f"speed_against_{base}"] = compute_median(
                     [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]
                 )
-                row[f"memory_against_{base}"] = middle(
+                row[f"memory_against_{base}"] = compute_median(
                     [
                         (a["peak_rss_bytes"] - a["rss_after_imports"]) / (b["peak_rss_bytes"] - b["rss_after_imports"])
                         for a, b in pairs
@@ -287,14 +289,14 @@ def summary(runs: dict[str, list[dict[str, Any]]], shape: Shape, ceiling: float)
     return rows
 
 
-def rounds(contenders: list[Contender], repeats: int) -> Iterator[Contender]:
+def iterate_rounds(contenders: list[Contender], repeats: int) -> Iterator[Contender]:
     """Round-robin, each round begun by the next contender, so that none always follows the same one."""
     for n in range(repeats):
         start = n % len(contenders)
         yield from contenders[start:] + contenders[:start]
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     data = Path(os.environ.get("PREHEAT_DATA", ROOT.parent / "shared" / "data"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="15M")
@@ -331,7 +333,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def command_of(options: argparse.Namespace) -> str:
+def format_command(options: argparse.Namespace) -> str:
     """The command that repeats this run; folders of this machine are left out."""
     words = [
         "python",
@@ -350,12 +352,12 @@ def command_of(options: argparse.Namespace) -> str:
     return shlex.join(map(str, words))
 
 
-def chosen(named: list[str] | None, rates: dict[str, Any]) -> tuple[list[Contender], dict[str, str]]:
+def choose_contenders(named: list[str] | None, rates: dict[str, Any]) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that run, and why others are left out: those named, else all that make sense at these rates."""
     if named:
         return [c for c in CONTENDERS if c.name in named], {}
     slow = rates["bf16"] * SLOW < rates["fp32"]
-    why = f"bf16 products run at {giga(rates['bf16'])} GFLOP/s on this CPU, fp32 at {giga(rates['fp32'])}"
+    why = f"bf16 products run at {format_giga(rates['bf16'])} GFLOP/s on this CPU, fp32 at {format_giga(rates['fp32'])}"
     return [c for c in CONTENDERS if not (slow and c.bf16)], {c.name: why for c in CONTENDERS if slow and c.bf16}
 
 
@@ -364,15 +366,15 @@ def main() -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 
-    options = options_of()
+    options = parse_options()
     shape, console = SHAPES[options.size], Console()
     console.print(f"{options.size}: measuring the matrix rate", highlight=False)
     begin = must(sys.executable, WORKERS / "matrix_rate.py")
     console.print(
-        f"{begin['cpu']}, {begin['threads']} threads: bf16 {giga(begin['bf16'])} GFLOP/s, fp32 {giga(begin['fp32'])}",
+        f"{begin['cpu']}, {begin['threads']} threads: bf16 {format_giga(begin['bf16'])} GFLOP/s, fp32 {format_giga(begin['fp32'])}",
         highlight=False,
     )
-    contenders, skipped = chosen(options.contenders, begin)
+    contenders, skipped = choose_contenders(options.contenders, begin)
     for name, why in skipped.items():
         console.print(f"{name:20} left out: {why}; --contenders {name} runs it", highlight=False, soft_wrap=True)
     if any(c.peer for c in contenders) and not (PEERS / "made").is_file():
@@ -383,7 +385,7 @@ def main() -> int:
         folder = Path(temporary)
         task = progress.add_task("preparing the model and the rows", total=len(contenders) * options.repeats)
         text = prepare(folder, shape, options, litgpt=any(c.peer for c in contenders))
-        for contender in rounds(contenders, options.repeats):
+        for contender in iterate_rounds(contenders, options.repeats):
             progress.update(task, description=contender.name)
             result = train(contender, folder, shape, options)
             runs[contender.name].append(result)
@@ -397,9 +399,9 @@ def main() -> int:
         progress.update(task, description="measuring the matrix rate")
         end = must(sys.executable, WORKERS / "matrix_rate.py")
 
-    rows = summary(runs, shape, max(rates[kind] for rates in (begin, end) for kind in ("bf16", "fp32")))
+    rows = summarize_turns(runs, shape, max(rates[kind] for rates in (begin, end) for kind in ("bf16", "fp32")))
     result = {
-        "command": command_of(options),
+        "command": format_command(options),
         "date": time.strftime("%Y-%m-%d"),
         "size": options.size,
         "steps": options.steps,
@@ -416,21 +418,21 @@ def main() -> int:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    options.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    options.out.with_suffix(".md").write_text(render_markdown(result), encoding="utf-8")
     table = Table(
         *(COLUMNS[i] for i in NARROW),
         title=f"{options.size}, {options.steps} steps, rounds: {options.repeats}",
         box=None,
     )
     for row in rows:
-        shown = [row["name"], *cells(row)[1:]]
+        shown = [row["name"], *format_cells(row)[1:]]
         table.add_row(*(shown[i] for i in NARROW))
     console.print(table)
     console.print(
-        f"matrix rate in GFLOP/s: bf16 {giga(begin['bf16'])} before, {giga(end['bf16'])} after; "
-        f"fp32 {giga(begin['fp32'])} before, {giga(end['fp32'])} after; {options.out}"
+        f"matrix rate in GFLOP/s: bf16 {format_giga(begin['bf16'])} before, {format_giga(end['bf16'])} after; "
+        f"fp32 {format_giga(begin['fp32'])} before, {format_giga(end['fp32'])} after; {options.out}"
     )
-    if not steady(result["machine"]):
+    if not is_steady(result["machine"]):
         console.print(DISTURBED, style="bold yellow")
     return int(any("failed" in row for row in rows))
 

@@ -57,7 +57,7 @@ def run(name: str, seed: int, options: argparse.Namespace, folder: Path) -> dict
     }
 
 
-def spread(values: list[float], form: str) -> str:
+def format_spread(values: list[float], form: str) -> str:
     return f"{statistics.mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
@@ -94,9 +94,9 @@ def main() -> None:
     for name in names:
         pairs = list(zip(found[name], found["fixed"], strict=True))
         lines.append(
-            f"| {name} | {spread([a['speed'] for a in found[name]], ',.0f')} | {spread([a['speed'] / b['speed'] for a, b in pairs], '.3f')} "
-            f"| {spread([a['early'] / b['early'] for a, b in pairs], '.3f')} | {spread([a['loss'] for a in found[name]], '.4f')} "
-            f"| {spread([a['loss'] - b['loss'] for a, b in pairs], '+.4f')} | {spread([a['peak'] for a in found[name]], '.2f')} |"
+            f"| {name} | {format_spread([a['speed'] for a in found[name]], ',.0f')} | {format_spread([a['speed'] / b['speed'] for a, b in pairs], '.3f')} "
+            f"| {format_spread([a['early'] / b['early'] for a, b in pairs], '.3f')} | {format_spread([a['loss'] for a in found[name]], '.4f')} "
+            f"| {format_spread([a['loss'] - b['loss'] for a, b in pairs], '+.4f')} | {format_spread([a['peak'] for a in found[name]], '.2f')} |"
         )
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

@@ -49,7 +49,9 @@ ARMS = {
 }
 
 
-def recipe_of(model: str, source: Path, technique: str, *, steps: int, lr: float, tokenizer: Path, seed: int) -> Recipe:
+def build_recipe(
+    model: str, source: Path, technique: str, *, steps: int, lr: float, tokenizer: Path, seed: int
+) -> Recipe:
     return parse(
         f"name: distil\nseed: {seed}\nmodel: {model}\ndata: {{source: {source}, validation: 0.1, tokenizer: {tokenizer}, preflight: {{encoding: warn}}}}\n"
         f"batch: {{size: {BATCH}, seq_len: {LENGTH}}}\noptimizer: {{lr: {lr}}}\nstop: {{max_steps: {steps}}}\nevaluate: {{rows: {ROWS}}}\n"
@@ -57,7 +59,7 @@ def recipe_of(model: str, source: Path, technique: str, *, steps: int, lr: float
     )
 
 
-def interval(values: list[float]) -> str:
+def format_interval(values: list[float]) -> str:
     """Mean and 95 % interval of a few values."""
     mean = statistics.fmean(values)
     if len(values) < 2:
@@ -89,7 +91,7 @@ def main() -> None:
             for name in arms:
                 settings = ARMS[name].format(cache=folder / "kept")
                 technique = f", distillation: {{teacher: {stories}, {settings}}}" if settings else ""
-                recipe = recipe_of(
+                recipe = build_recipe(
                     model, source, technique, steps=options.steps, lr=options.lr, tokenizer=stories, seed=seed
                 )
                 out = folder / f"{seed}-{name.replace(' ', '-')}"
@@ -118,7 +120,7 @@ def main() -> None:
     ]
     for name, summaries in found.items():
         losses = [s["validation_loss"] for s in summaries]
-        less = "" if name == "labels alone" else interval([b - a for a, b in zip(losses, plain, strict=True)])
+        less = "" if name == "labels alone" else format_interval([b - a for a, b in zip(losses, plain, strict=True)])
         lines.append(f"| {name} | {', '.join(f'{loss:.4f}' for loss in losses)} | {less} |")
     print("\n".join(lines))
     if options.out is not None:

@@ -27,7 +27,7 @@ ABSTRACT, REPORT = 350, 200
 """Characters that stand before a question, the last ones: with 512 pieces, 512 positions hold no more words, and fewer figures."""
 
 
-def preheat(*arguments: str) -> dict[str, Any]:
+def run_preheat(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "preheat", *arguments, "--json"], capture_output=True, text=True, check=False
     )
@@ -40,7 +40,7 @@ def write(path: Path, rows: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def legal(data: Path, folder: Path) -> tuple[list[str], str]:
+def prepare_legal(data: Path, folder: Path) -> tuple[list[str], str]:
     """Rows of one contract fall on one side: every tenth contract is asked about."""
     rows = [json.loads(line) for line in (data / "legal/cuad_clauses.jsonl").read_text(encoding="utf-8").splitlines()]
     files = sorted({row["file"] for row in rows})
@@ -52,7 +52,7 @@ def legal(data: Path, folder: Path) -> tuple[list[str], str]:
     return settings, f"clauses={folder}/test.jsonl"
 
 
-def medical(data: Path, folder: Path) -> tuple[list[str], str]:
+def prepare_medical(data: Path, folder: Path) -> tuple[list[str], str]:
     """Question and abstract in, decision out: the 500 labelled rows that are not the published test's."""
     file, test = data / "medical/pubmedqa_ori_pqal.json", data / "medical/pubmedqa_test_ground_truth.json"
     asked = set(json.loads(test.read_text(encoding="utf-8")))
@@ -70,11 +70,11 @@ def medical(data: Path, folder: Path) -> tuple[list[str], str]:
     return [*settings, "optimizer.lr=5.0e-3", "data.preflight.truncated=warn"], f"pubmedqa={file},keys={test},chat=true"
 
 
-def finance(data: Path, folder: Path) -> tuple[list[str], str]:
+def prepare_finance(data: Path, folder: Path) -> tuple[list[str], str]:
     """Alpaca rows from four reports of five; the fifth is asked about. Numbers are answered with their scale, as the task asks for."""
     reports = json.loads((data / "finance/tatqa_dataset_dev.json").read_text(encoding="utf-8"))
 
-    def rows(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def read_rows(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
         table = "\n".join(" | ".join(line) for line in report["table"]["table"])
         text = "\n".join(paragraph["text"] for paragraph in report["paragraphs"])
         for question in report["questions"]:
@@ -86,17 +86,19 @@ def finance(data: Path, folder: Path) -> tuple[list[str], str]:
                 "output": said,
             }
 
-    write(folder / "train.jsonl", itertools.chain.from_iterable(rows(one) for n, one in enumerate(reports) if n % 5))
+    write(
+        folder / "train.jsonl", itertools.chain.from_iterable(read_rows(one) for n, one in enumerate(reports) if n % 5)
+    )
     (folder / "test.json").write_text(json.dumps(reports[::5]), encoding="utf-8")
     settings = ["data.preflight.truncated=warn", "data.template=alpaca", "optimizer.lr=5.0e-3"]
     return settings, f"tatqa={folder}/test.json,chat=true,tokens=24"
 
 
-DOMAINS = {"legal": legal, "medical": medical, "finance": finance}
+DOMAINS = {"legal": prepare_legal, "medical": prepare_medical, "finance": prepare_finance}
 STEPS = {"legal": 200, "medical": 100, "finance": 150}
 
 
-def shown(value: dict[str, float], sign: str = "") -> str:
+def format_shown(value: dict[str, float], sign: str = "") -> str:
     return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
 
 
@@ -136,14 +138,14 @@ def main() -> None:
                 f"seed={options.seed}",
             ]
             settings += ["techniques.gradient_accumulation.steps=2"]
-            made = preheat(
+            made = run_preheat(
                 "train",
                 name,
                 "--out",
                 str(folder / "run"),
                 *itertools.chain.from_iterable(("--set", s) for s in settings),
             )
-            found = preheat("eval", str(folder / "run"), "--before", "--data", "validation", "--tasks", task)
+            found = run_preheat("eval", str(folder / "run"), "--before", "--data", "validation", "--tasks", task)
             plan = json.loads((folder / "run/plan.json").read_text(encoding="utf-8"))["parameters"]
         cost = (
             f"{plan['trained'] / plan['total']:.1%} | {made['peak_gib'] * 1024:.0f} | {made['tokens_per_second']:,.0f}"
@@ -156,7 +158,7 @@ def main() -> None:
                     if after["low"] is None or metric in ("perplexity", "bits_per_byte"):
                         continue
                     lines.append(
-                        f"| {name} | {of}, {result['rows']:,}{cut} | {metric} | {shown(before)} | {shown(after)} | {shown(off, '+')} | {cost} |"
+                        f"| {name} | {of}, {result['rows']:,}{cut} | {metric} | {format_shown(before)} | {format_shown(after)} | {format_shown(off, '+')} | {cost} |"
                     )
                     print(lines[-1], flush=True)
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

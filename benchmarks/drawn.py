@@ -9,13 +9,13 @@ import torch
 
 from preheat.hardware.probe import fastest_half_dtype
 
-__all__ = ["drawn", "settings"]
+__all__ = ["draw_settings", "format_settings"]
 
 WORK = 1.2e11  # parameters times tokens of a step, at most
 QUIET = ["evaluate={rows: 4}", "checkpoint={}", "sample={}"]
 
 
-def drawn(count: int, seed: int) -> Iterator[list[str]]:
+def draw_settings(count: int, seed: int) -> Iterator[list[str]]:
     """`KEY=VALUE` settings on top of the recipe `demo`, for so many recipes; the same for the same seed, but that those in bf16 are in fp32 on a CPU that is slow
     in bf16, where a step would take minutes."""
     draw, half = random.Random(seed), fastest_half_dtype() == torch.bfloat16
@@ -26,7 +26,7 @@ def drawn(count: int, seed: int) -> Iterator[list[str]]:
         vocabulary = draw.choice([4096, 8192, 16384, 32000])
         length, rows = draw.choice([64, 128, 256, 512, 1024]), draw.choice([2, 4, 8, 16, 32])
         parameters = 12 * layers * width * width + 2 * vocabulary * width
-        techniques = _techniques(draw, family, rows, half)
+        techniques = _draw_techniques(draw, family, rows, half)
         if not 1e10 < parameters * rows * length < WORK:
             continue
         model = f"{{family: {family}, num_layers: {layers}, hidden_size: {width}, num_heads: {heads}, vocab_size: {vocabulary}}}"
@@ -39,12 +39,12 @@ def drawn(count: int, seed: int) -> Iterator[list[str]]:
         count -= 1
 
 
-def settings(values: list[str]) -> list[str]:
+def format_settings(values: list[str]) -> list[str]:
     """As arguments of the command line."""
     return [word for value in values for word in ("--set", value)]
 
 
-def _techniques(draw: random.Random, family: str, rows: int, half: bool) -> list[str]:
+def _draw_techniques(draw: random.Random, family: str, rows: int, half: bool) -> list[str]:
     made = []
     mode = draw.choice(["fp32", "bf16", "bf16", "bf16_weights", "bf16_master"])
     adapts = draw.random() < 0.2

@@ -66,7 +66,7 @@ def write_digits(folder: Path) -> None:
         Image.fromarray(grey).resize((SIZE, SIZE), Image.Resampling.BILINEAR).save(place / f"{n}.png")
 
 
-def new_model(family: str, settings: dict[str, Any], folder: Path) -> None:
+def create_model(family: str, settings: dict[str, Any], folder: Path) -> None:
     """A model that nobody trained, with its image processor."""
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
@@ -82,13 +82,13 @@ def new_model(family: str, settings: dict[str, Any], folder: Path) -> None:
             elif isinstance(module, torch.nn.Conv2d):
                 torch.nn.init.kaiming_normal_(module.weight)
     model.save_pretrained(folder)
-    kind = type(AutoImageProcessor.from_pretrained(_stub(family, folder.parent), backend="pil"))
+    kind = type(AutoImageProcessor.from_pretrained(_write_stub(family, folder.parent), backend="pil"))
     kind(size={"height": SIZE, "width": SIZE}, do_center_crop=False, do_flip_channel_order=False).save_pretrained(
         folder
     )
 
 
-def _stub(family: str, beside: Path) -> Path:
+def _write_stub(family: str, beside: Path) -> Path:
     """A folder by which transformers finds the family's image processor."""
     place = beside / f"{family}-processor"
     place.mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def _stub(family: str, beside: Path) -> Path:
     return place
 
 
-def chain(folder: Path, name: str, *steps: str) -> Chain:
+def build_chain(folder: Path, name: str, *steps: str) -> Chain:
     file = folder / f"{name}.yaml"
     file.write_text("\n".join([f"name: {name}", "chain:", *(f"  - {step}" for step in steps)]) + "\n")
     return load_chain(file)
@@ -108,8 +108,8 @@ def run(
 ) -> list[tuple[str, ImageStep]]:
     """(step, what is told of it) of the three arms."""
     large, small = FAMILIES[family]
-    new_model(family, large, folder / "teacher-new")
-    new_model(family, small, folder / "student-new")
+    create_model(family, large, folder / "teacher-new")
+    create_model(family, small, folder / "student-new")
 
     def run_steps(model: str, steps: Chain, out: str) -> ImageResult:
         say = partial(print, f"{family}:", flush=True)
@@ -118,10 +118,10 @@ def run(
         return result
 
     plain = f"{{train: {passes}, rate: 1.0}}"
-    teacher = run_steps("teacher-new", chain(folder, "teacher", plain), "teacher")
+    teacher = run_steps("teacher-new", build_chain(folder, "teacher", plain), "teacher")
     by = f"distillation: {{teacher: {teacher.path}, mixture: 0.7, temperature: 2.0}}"
-    alone = run_steps("student-new", chain(folder, "alone", plain), "alone")
-    taught = chain(
+    alone = run_steps("student-new", build_chain(folder, "alone", plain), "alone")
+    taught = build_chain(
         folder,
         "taught",
         f"{{train: {passes}, rate: 1.0, techniques: {{{by}}}}}",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from preheat import recipe as recipes
-from preheat.cli.options.subject import subject_of
+from preheat.cli.options.subject import find_subject
 from preheat.core import STEP, Technique
 from preheat.hardware.catalogue import resolve_accelerator
 from preheat.planning.observation_cache import observe_cached
@@ -49,22 +49,22 @@ LAYOUTS = (
 """Parallel techniques, and micro-batches per step."""
 
 
-def techniques_of(text: str) -> tuple[Technique, ...]:
+def parse_techniques(text: str) -> tuple[Technique, ...]:
     """Parses techniques as a recipe writes them."""
     values = f"model: {{preset: llama-3.2-1b}}\nstop: {{max_steps: 1}}\ntechniques: {{{text}}}"
     return tuple(recipes.parse(values).techniques.values())
 
 
-def rows(space: Space) -> Iterator[str]:
+def iterate_rows(space: Space) -> Iterator[str]:
     """Yields a row of the table for each compatible pair of checkpointing and layout."""
     search = _Search(space, "fastest", 0, lambda message: None)
     for mode, checkpointing in CHECKPOINTING.items():
-        alone = techniques_of(
+        alone = parse_techniques(
             f"efficient_attention: {{}}, mixed_precision: {{mode: bf16_weights}}, fused_operators: {{}}, {checkpointing}"
         )
         kind = Combination(alone, observe_layer(space.to_single_device(alone)), frozenset())
         for layout, micros in LAYOUTS:
-            added = techniques_of(layout)
+            added = parse_techniques(layout)
             sizes = space.sizes(added)
             assert sizes is not None, "these layouts divide the devices"
             candidate = next(
@@ -96,12 +96,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "estimates.md")
     options = parser.parse_args()
     batch = [f"batch.size={options.rows * options.devices}"]
-    subject = subject_of(options.model, batch, method="full", length=None, batch_tokens=None, devices=options.devices)
+    subject = find_subject(options.model, batch, method="full", length=None, batch_tokens=None, devices=options.devices)
     request = request_of(
         subject.recipe, resolve_accelerator(options.gpu), world=options.devices, per_host=8, count_rows=False
     )
     space = Space(replace(request, recipe=replace(request.recipe, techniques={})), "rounding")
-    table = "\n".join(rows(space))
+    table = "\n".join(iterate_rows(space))
     title = f"## {options.model} on {options.devices} {options.gpu}, {options.rows} rows a step and device"
     head = "| activation checkpointing | layout | estimated, GiB | dry run, GiB | memory, ratio | speed, ratio |\n|---|---|---|---|---|---|"
     options.out.write_text(

@@ -48,7 +48,7 @@ BALANCINGS = {
 }
 
 
-def sizes(experts: int, layers: int, width: int) -> str:
+def format_sizes(experts: int, layers: int, width: int) -> str:
     chosen, inner = SIZES[experts]
     shape = f"num_layers: {layers}, hidden_size: {width}, num_heads: 4, num_kv_heads: 2, intermediate_size: {round(inner * width)}, num_experts: {experts}, num_experts_per_tok: {chosen}"
     return f"{{family: qwen3_moe, {shape}, vocab_size: 512, config: {{router_aux_loss_coef: 0}}}}"
@@ -57,8 +57,8 @@ def sizes(experts: int, layers: int, width: int) -> str:
 # --- speed ----------------------------------------------------------------------------------------------------------
 
 
-def prepared(experts: int, mode: str, rows: int, length: int) -> tuple[Build, Any]:
-    text = f"model: {sizes(experts, 4, 256)}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
+def prepare_build(experts: int, mode: str, rows: int, length: int) -> tuple[Build, Any]:
+    text = f"model: {format_sizes(experts, 4, 256)}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
     recipe = parse(text)
     model_build = build(recipe, vocabulary=512, device=probe("cpu"))
     batch = build_fake_batch(recipe, rows)
@@ -67,7 +67,7 @@ def prepared(experts: int, mode: str, rows: int, length: int) -> tuple[Build, An
     return model_build, batch
 
 
-def once(model_build: Build, batch: Any, way: str) -> float:
+def time_once(model_build: Build, batch: Any, way: str) -> float:
     """Seconds of a step whose experts are computed so."""
     model: Any = model_build.trained[0]
     model.config._experts_implementation = WAYS[way]
@@ -77,15 +77,15 @@ def once(model_build: Build, batch: Any, way: str) -> float:
     return time.perf_counter() - begun
 
 
-def speed(options: argparse.Namespace) -> list[str]:
+def measure_speed(options: argparse.Namespace) -> list[str]:
     lines = ["| experts | precision | computed by | tokens/s | ours is |", "|---|---|---|---|---|"]
     for experts in options.experts:
         for mode in options.modes:
-            model_build, batch = prepared(experts, mode, options.rows, options.length)
+            model_build, batch = prepare_build(experts, mode, options.rows, options.length)
             seconds: dict[str, list[float]] = {way: [] for way in WAYS}
             for turn in range(options.repeats + 1):
                 for way in WAYS:
-                    took = once(model_build, batch, way)
+                    took = time_once(model_build, batch, way)
                     if turn:  # the first of each warms up
                         seconds[way].append(took)
             ours = seconds["ours, grouped"]
@@ -104,10 +104,10 @@ def speed(options: argparse.Namespace) -> list[str]:
 # --- balance --------------------------------------------------------------------------------------------------------
 
 
-def recipe_of(
+def build_recipe(
     experts: int, balancing: str, source: Path, stories: Path, options: argparse.Namespace, seed: int
 ) -> Recipe:
-    model, technique = sizes(experts, 3, 128), ""
+    model, technique = format_sizes(experts, 3, 128), ""
     if how := BALANCINGS[balancing]:
         model, technique = model.replace(", config: {router_aux_loss_coef: 0}", ""), f", expert_balancing: {how}"
     return parse(
@@ -117,7 +117,7 @@ def recipe_of(
     )
 
 
-def with_the_bias(run: Path, recipe: Recipe, stories: Path) -> float:
+def evaluate_with_bias(run: Path, recipe: Recipe, stories: Path) -> float:
     """Validation loss as it were if evaluations routed by the bias."""
     data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed, tokenizer=str(stories))
     assert isinstance(data.validation, Rows)
@@ -128,7 +128,7 @@ def with_the_bias(run: Path, recipe: Recipe, stories: Path) -> float:
     return evaluate(model_build, evaluation_batches(data.validation, micro=16, limit=128))[0]
 
 
-def balance(options: argparse.Namespace, folder: Path) -> list[str]:
+def measure_balance(options: argparse.Namespace, folder: Path) -> list[str]:
     stories, source = options.data / "stories260K-hf", folder / "stories.jsonl"
     text = (options.data / "text/tinystories_train_excerpt.txt").read_text()
     source.write_text("\n".join(json.dumps({"text": part}) for part in re.split(r"\n(?=Once upon a time)", text)))
@@ -141,7 +141,7 @@ def balance(options: argparse.Namespace, folder: Path) -> list[str]:
             found: list[tuple[float, ...]] = []
             for seed in range(options.seeds):
                 run = folder / re.sub(r"\W+", "-", f"{experts} {name} {seed}")
-                recipe = recipe_of(experts, name, source, stories, options, seed)
+                recipe = build_recipe(experts, name, source, stories, options, seed)
                 loss = float(train(recipe, out=run)["validation_loss"])
                 steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
                 steps = [step for step in steps if "expert_load" in step]
@@ -153,14 +153,14 @@ def balance(options: argparse.Namespace, folder: Path) -> list[str]:
                         ("experts_idle", steps[-20:]),
                     )
                 ]
-                found.append((*means, loss, with_the_bias(run, recipe, stories) if "bias" in name else loss))
-            cells = " | ".join(spread([f[n] for f in found], ".4f" if n > 2 else ".2f") for n in range(5))
+                found.append((*means, loss, evaluate_with_bias(run, recipe, stories) if "bias" in name else loss))
+            cells = " | ".join(format_spread([f[n] for f in found], ".4f" if n > 2 else ".2f") for n in range(5))
             lines.append(f"| {experts} | {name} | {cells} |")
             print(lines[-1], flush=True)
     return lines
 
 
-def spread(values: list[float], form: str) -> str:
+def format_spread(values: list[float], form: str) -> str:
     return f"{statistics.mean(values):{form}}" + (
         f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
     )
@@ -186,11 +186,11 @@ def main() -> None:
     lines = ["# Experts", "", *(__doc__ or "").strip().splitlines()[4:], "", machine]
     if options.part != "balance":
         how = f"4 layers of width 256, steps of {options.rows} x {options.length} tokens; median (least to most) of {options.repeats}; ratios turn by turn."
-        lines += ["", "## Speed", "", how, "", *speed(options)]
+        lines += ["", "## Speed", "", how, "", *measure_speed(options)]
     if options.part != "speed":
         how = f"{options.steps} steps of 16 x 128 tokens, 3 layers of width 128; mean (least to most) of {options.seeds} seeds. 1 is an even load."
         with tempfile.TemporaryDirectory() as temporary:
-            lines += ["", "## Load", "", how, "", *balance(options, Path(temporary))]
+            lines += ["", "## Load", "", how, "", *measure_balance(options, Path(temporary))]
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # preheat and its tests, i
 from _gpu import peers, records  # noqa: E402
 from _gpu.case import Case, Skip, Where, Wrong  # noqa: E402
 
-# Before `missing` has looked for what preheat needs: these import the standard library only.
+# Before `find_missing` has looked for what preheat needs: these import the standard library only.
 from preheat.hardware.child_processes import wrap_in_parent_death  # noqa: E402
 from preheat.hardware.interrupts import Interrupted, raise_on_signal  # noqa: E402
 
@@ -71,12 +71,12 @@ ENDS = ("CUDA error", "AcceleratorError", "device-side assert", "illegal memory 
 """Words of errors after which a process can do nothing more on its device."""
 
 
-def missing() -> list[str]:
+def find_missing() -> list[str]:
     """What must be installed first, by the names that pip knows."""
     return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
 
 
-def cases_of(part: str, where: Where) -> list[Case]:
+def list_cases(part: str, where: Where) -> list[Case]:
     """The cases of a part, or of another module, in their order."""
     module = importlib.import_module(f"_gpu.{part}" if part in PARTS else part)
     cases: list[Case] = module.plans(where) if where.plan_to else module.cases(where)
@@ -85,7 +85,7 @@ def cases_of(part: str, where: Where) -> list[Case]:
 
 def serve(part: str, where: Where, requests: TextIO, answers: TextIO) -> None:
     """Runs cases by name, a line each, and answers with one JSON line each."""
-    cases = {case.name: case for case in cases_of(part, where)}
+    cases = {case.name: case for case in list_cases(part, where)}
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in requests:
         print(json.dumps(run(cases[line.strip()], where)), file=answers, flush=True)
@@ -109,7 +109,7 @@ def run(case: Case, where: Where) -> dict[str, Any]:
             "failed",
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
         )
-    _clean(where)
+    _free_device(where)
     return {
         "case": case.name,
         "result": result,
@@ -119,7 +119,7 @@ def run(case: Case, where: Where) -> dict[str, Any]:
     }
 
 
-def _clean(where: Where) -> None:
+def _free_device(where: Where) -> None:
     """Gives back what a case left on the device."""
     import gc
 
@@ -205,7 +205,7 @@ class Process:
         self.answers.close()
 
 
-def results(
+def run_cases(
     part: str, where: Where, chosen: list[Case], budget: float, log: Any
 ) -> Generator[dict[str, Any], None, None]:
     """Runs the cases as far as `budget` seconds allow; what is left is named."""
@@ -265,7 +265,7 @@ def results(
             process.end()
 
 
-def machine(where: Where) -> str:
+def describe_machine(where: Where) -> str:
     """The device and the versions, in a line; "" if torch finds no CUDA device but needs one."""
     if where.plan_to or where.kind == "cpu":
         device = f"{where.card} (planned)" if where.plan_to else f"CPU, {os.cpu_count()} cores"
@@ -278,7 +278,7 @@ def machine(where: Where) -> str:
     return device and f"{device}, transformers {importlib.metadata.version('transformers')}"
 
 
-def options_of() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", metavar="correct|memory|ladder", help="or the name of a module with cases of your own")
     parser.add_argument(
@@ -316,9 +316,9 @@ def options_of() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def mistake(options: argparse.Namespace) -> str:
+def find_mistake(options: argparse.Namespace) -> str:
     """Returns the error of a wrong command, with its fix; "" if it is right."""
-    if names := missing():
+    if names := find_missing():
         return f"not installed here: {', '.join(names)}; pip install {' '.join(names)}"
     if options.part not in PARTS and importlib.util.find_spec(options.part) is None:
         return f"{options.part}: no such part; use {', '.join(PARTS)}, or a module with `cases(where)`"
@@ -345,7 +345,7 @@ def mistake(options: argparse.Namespace) -> str:
     return ""
 
 
-def where_of(options: argparse.Namespace, folder: str) -> Where:
+def build_where(options: argparse.Namespace, folder: str) -> Where:
     sites = dict(value.split("=", 1) for value in options.peer_sites)
     return Where(
         options.device,
@@ -360,7 +360,7 @@ def where_of(options: argparse.Namespace, folder: str) -> Where:
     )
 
 
-def code_of(part: str) -> str:
+def compute_code_digest(part: str) -> str:
     """A digest of the code that a part runs."""
     folders = [ROOT / "preheat", ROOT / "benchmarks/_gpu"]
     if part not in PARTS:
@@ -368,29 +368,29 @@ def code_of(part: str) -> str:
         assert spec
         assert spec.origin
         folders.append(Path(spec.origin))
-    return records.digest_of(folders)
+    return records.compute_digest(folders)
 
 
 def main() -> int:
-    options = options_of()
+    options = parse_options()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if options.serve:
         with os.fdopen(options.serve, "w", encoding="utf-8") as answers:
             serve(options.part, Where(**json.loads(options.where)), sys.stdin, answers)
         return 0
-    if fault := mistake(options):
+    if fault := find_mistake(options):
         print(f"gpu_check: {fault}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
-        where = where_of(options, folder)
-        device = machine(where)
+        where = build_where(options, folder)
+        device = describe_machine(where)
         if not device:
             print(
                 "gpu_check: torch finds no CUDA device here; --device cpu tries the cases themselves", file=sys.stderr
             )
             return 2
-        cases = [c for c in cases_of(options.part, where) if any(words in c.name for words in options.only or [""])]
+        cases = [c for c in list_cases(options.part, where) if any(words in c.name for words in options.only or [""])]
         if not cases:
             print(
                 f"gpu_check: --only {' '.join(options.only)}: no case of {options.part} has that in its name; --list shows them",
@@ -403,8 +403,8 @@ def main() -> int:
         )
         out: Path | None = options.out or default
         files = [path / f"{stem}.jsonl" if path.is_dir() else path for path in [*options.after, *filter(None, [out])]]
-        code = code_of(options.part)
-        chosen = records.in_order(cases, [row for file in dict.fromkeys(files) for row in records.read(file)], code)
+        code = compute_code_digest(options.part)
+        chosen = records.order_cases(cases, [row for file in dict.fromkeys(files) for row in records.read(file)], code)
         if options.list:
             print("\n".join(f"{case.name:60s} {case.seconds:5.0f} s at most" for case in chosen))
             return 0
@@ -421,7 +421,7 @@ def main() -> int:
                 # Closing the generator ends its process, also if the signal arrives outside of it.
                 with (
                     raise_on_signal(),
-                    contextlib.closing(results(options.part, where, chosen, options.budget, log)) as done,
+                    contextlib.closing(run_cases(options.part, where, chosen, options.budget, log)) as done,
                 ):
                     for result in done:
                         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -432,10 +432,10 @@ def main() -> int:
                 interrupted = signalled
         if out is None and any(row["result"] == "failed" for row in rows):
             sys.stderr.write((target / f"{stem}.log").read_text(encoding="utf-8")[-6000:])
-        everything = records.newest(records.read(target / f"{stem}.jsonl")).values()
+        everything = records.find_newest(records.read(target / f"{stem}.jsonl")).values()
         command = "python " + shlex.join(sys.argv)
-        (target / f"{stem}.md").write_text(records.table(options.part, [*everything], command), encoding="utf-8")
-        print(records.summary(rows), file=sys.stderr)
+        (target / f"{stem}.md").write_text(records.render_table(options.part, [*everything], command), encoding="utf-8")
+        print(records.summarize_results(rows), file=sys.stderr)
         if interrupted is not None:
             print(f"gpu_check: {interrupted} after {len(rows)} of {len(chosen)} cases", file=sys.stderr)
             return interrupted.exit_code

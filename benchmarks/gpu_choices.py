@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from preheat.cli.options.subject import Subject, subject_of
+from preheat.cli.options.subject import Subject, find_subject
 from preheat.core import Numerics, Technique, registry
 from preheat.core.plan import Plan
 from preheat.hardware.catalogue import find_accelerator
@@ -52,7 +52,7 @@ class Case:
         return f"{self.model} {self.method}" + (f" on {self.devices}" if self.devices > 1 else "")
 
     def subject(self) -> Subject:
-        return subject_of(self.model, method=self.method, batch_tokens=32768 * self.devices, devices=self.devices)
+        return find_subject(self.model, method=self.method, batch_tokens=32768 * self.devices, devices=self.devices)
 
 
 CASES = (
@@ -97,7 +97,9 @@ class Choice:
         return float(self.plan.tokens_per_second)
 
 
-def searched(case: Case, gpu: str, passes: int | None = None, allow: Numerics = "rounding") -> tuple[Choice, float]:
+def search_choice(
+    case: Case, gpu: str, passes: int | None = None, allow: Numerics = "rounding"
+) -> tuple[Choice, float]:
     """What `preheat plan` chooses, and the seconds that it took."""
     request = request_of(
         case.subject().recipe,
@@ -114,7 +116,7 @@ def searched(case: Case, gpu: str, passes: int | None = None, allow: Numerics = 
     return Choice(describe_techniques(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
 
 
-def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
+def iterate_settings(case: Case) -> Iterator[tuple[Technique, ...]]:
     """Settings that a careful user would try, besides attention and how layers are run."""
     kinds: Mapping[str, Any] = registry()
     full = case.method == "full"
@@ -134,7 +136,7 @@ def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
         yield tuple(t for t in settings if t is not None)
 
 
-def brute_force(
+def search_by_brute_force(
     case: Case, gpus: tuple[str, ...], tell: Callable[[str], None] = lambda words: None
 ) -> dict[str, Choice]:
     """The best of all that is tried on each GPU. Each is observed once, and what was observed serves all GPUs."""
@@ -143,7 +145,7 @@ def brute_force(
     space = Space(request, "rounding")
     best: dict[str, tuple[Choice, tuple[Technique, ...]]] = {}
 
-    def attempt(settings: tuple[Technique, ...], more: tuple[Technique, ...], names: tuple[str, ...]) -> None:
+    def try_settings(settings: tuple[Technique, ...], more: tuple[Technique, ...], names: tuple[str, ...]) -> None:
         candidate = space.add_techniques((*more, *settings))
         if find_candidate_problems(space, candidate):
             return
@@ -159,15 +161,15 @@ def brute_force(
         tell(f"{case.name}: {what}: {time.perf_counter() - began:.1f} s")
 
     attention, compiled, fused = (kinds[name]() for name in ("efficient_attention", "compile", "fused_operators"))
-    for settings in tried(case):
-        attempt(settings, (attention, compiled), gpus)
+    for settings in iterate_settings(case):
+        try_settings(settings, (attention, compiled), gpus)
     for gpu, (_, settings) in tuple(best.items()):
         for more in ((attention, fused), (attention,), (compiled,)):
-            attempt(settings, more, (gpu,))
+            try_settings(settings, more, (gpu,))
     return {gpu: choice for gpu, (choice, _) in best.items()}
 
 
-def faults(chosen: Choice, best: Choice | None) -> list[str]:
+def find_faults(chosen: Choice, best: Choice | None) -> list[str]:
     """Why a search's choice is not good enough."""
     found = [] if "efficient_attention" in chosen.techniques else ["plain attention"]
     if best is not None and not chosen.plan.fits:
@@ -177,7 +179,7 @@ def faults(chosen: Choice, best: Choice | None) -> list[str]:
     return found
 
 
-def row_of(case: Case, gpu: str, chosen: Choice, seconds: float, best: Choice | None) -> dict[str, Any]:
+def build_row(case: Case, gpu: str, chosen: Choice, seconds: float, best: Choice | None) -> dict[str, Any]:
     """A pair's results as the file has them; speeds are of a device."""
     return {
         "model": case.name,
@@ -189,12 +191,12 @@ def row_of(case: Case, gpu: str, chosen: Choice, seconds: float, best: Choice | 
         "seconds": seconds,
         "best": best and best.what,
         "best_tokens_per_second": best and best.speed / case.devices,
-        "faults": faults(chosen, best),
+        "faults": find_faults(chosen, best),
         "published": PUBLISHED.get((case.model, case.method, gpu), []),
     }
 
 
-def page(rows: list[dict[str, Any]], command: str) -> str:
+def render_page(rows: list[dict[str, Any]], command: str) -> str:
     """The results as a page."""
     shares = sorted(
         row["tokens_per_second"] / row["best_tokens_per_second"] for row in rows if row["fits"] and row["best"]
@@ -255,13 +257,13 @@ def main() -> None:
         with start_worker_pool(observe_for_others):
             chosen = {}
             for gpu in left:
-                chosen[gpu] = searched(case, gpu)
+                chosen[gpu] = search_choice(case, gpu)
                 print(f"{case.name} on {gpu}: {chosen[gpu][0].speed:,.0f} tokens/s: {chosen[gpu][0].what}", flush=True)
-            best = brute_force(case, tuple(left), lambda words: print(words, file=sys.stderr, flush=True))
+            best = search_by_brute_force(case, tuple(left), lambda words: print(words, file=sys.stderr, flush=True))
         for gpu in left:
-            rows[case.name, gpu] = row_of(case, gpu, *chosen[gpu], best.get(gpu))
+            rows[case.name, gpu] = build_row(case, gpu, *chosen[gpu], best.get(gpu))
         options.out.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(page(list(rows.values()), "python benchmarks/gpu_choices.py"))
+    options.out.with_suffix(".md").write_text(render_page(list(rows.values()), "python benchmarks/gpu_choices.py"))
     sys.exit(any(row["faults"] for row in rows.values()))
 
 

@@ -32,21 +32,21 @@ KINDS = {  # the first kind with a pattern in the kernel's name
 UNTIMED = 4
 
 
-def kind_of(kernel: str) -> str:
+def find_kind(kernel: str) -> str:
     """The kind of work of a kernel of torch, Triton, cuBLAS, cuDNN, bitsandbytes or unsloth, by its name."""
     return next((kind for kind, patterns in KINDS.items() if any(pattern in kernel for pattern in patterns)), "other")
 
 
-def by_kind(kernels: list[tuple[int, int, str]]) -> dict[str, tuple[float, int]]:
+def sum_by_kind(kernels: list[tuple[int, int, str]]) -> dict[str, tuple[float, int]]:
     """Returns {kind: (milliseconds, number of kernels)}, the longest first."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for _, nanoseconds, name in kernels:
-        sums[kind_of(name)][0] += nanoseconds
-        sums[kind_of(name)][1] += 1
+        sums[find_kind(name)][0] += nanoseconds
+        sums[find_kind(name)][1] += 1
     return {kind: (time / 1e6, count) for kind, (time, count) in sorted(sums.items(), key=lambda item: -item[1][0])}
 
 
-def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int, str]]]:
+def profile_step(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int, str]]]:
     """Trains the steps of a recipe and one more, which is profiled. Returns figures and kernels."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -63,7 +63,7 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
     def is_profiled() -> bool:
         return not is_in_torch_dispatch_mode() and bool(begun["steps"] == steps)
 
-    def watched_gradients(*args: Any, **kwargs: Any) -> Any:
+    def watch_gradients(*args: Any, **kwargs: Any) -> Any:
         if is_profiled():
             torch.cuda.synchronize()
             begun["allocated"] = torch.cuda.max_memory_allocated() / 2**30
@@ -72,7 +72,7 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
             begun["profile"].__enter__()
         return gradients(*args, **kwargs)
 
-    def watched_update(*args: Any, **kwargs: Any) -> Any:
+    def watch_update(*args: Any, **kwargs: Any) -> Any:
         result = update(*args, **kwargs)
         if is_profiled():
             torch.cuda.synchronize()
@@ -80,7 +80,7 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
         begun["steps"] += not is_in_torch_dispatch_mode()
         return result
 
-    verbs.accumulate_gradients, verbs.update = watched_gradients, watched_update  # type: ignore[assignment]
+    verbs.accumulate_gradients, verbs.update = watch_gradients, watch_update  # type: ignore[assignment]
     try:
         run = take_steps(TurnJob(text, steps + 1))
     finally:
@@ -96,7 +96,7 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
         "losses": run.losses[:steps],
         "allocated GiB": begun["allocated"],
         "reserved GiB": begun["reserved"],
-        "milliseconds and kernels": by_kind(kernels),
+        "milliseconds and kernels": sum_by_kind(kernels),
     }
     return figures, kernels
 
@@ -115,7 +115,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     recipe = recipes.override(recipes.parse(options.recipe.read_text(encoding="utf-8")), *options.set)
-    figures, kernels = profiled(recipes.dump(recipe), options.steps)
+    figures, kernels = profile_step(recipes.dump(recipe), options.steps)
     options.out.mkdir(parents=True, exist_ok=True)
     name = options.recipe.stem
     (options.out / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

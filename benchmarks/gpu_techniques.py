@@ -26,7 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )  # and for the processes that it starts
 
 from preheat import recipe as recipes  # noqa: E402
-from preheat.bench.compare import Contender, bench  # noqa: E402
+from preheat.bench.compare import Contender, run_bench  # noqa: E402
 from preheat.core import Technique, registry  # noqa: E402
 from preheat.core.bench import BenchResult, FailedRow  # noqa: E402
 
@@ -61,7 +61,7 @@ LADDER: tuple[dict[str, dict[str, Any]], ...] = (
 )
 
 
-def contenders(recipe: recipes.Recipe) -> list[Contender]:
+def list_contenders(recipe: recipes.Recipe) -> list[Contender]:
     """The plain recipe and one contender a rung."""
     known = registry()
     chosen: dict[str, Technique] = {}
@@ -74,7 +74,7 @@ def contenders(recipe: recipes.Recipe) -> list[Contender]:
     return found
 
 
-def markdown(result: BenchResult, command: str) -> str:
+def render_markdown(result: BenchResult, command: str) -> str:
     machine = result.machine
     lines = [
         f"# {result.name}: the ladder of techniques",
@@ -113,9 +113,9 @@ def main() -> int:
             f"hardware: {{device: {options.device}}}"
         )
         with tempfile.TemporaryDirectory() as folder:
-            result = bench(
+            result = run_bench(
                 recipe,
-                contenders(recipe),
+                list_contenders(recipe),
                 steps=options.steps,
                 repeats=options.repeats,
                 out=Path(folder),
@@ -123,7 +123,7 @@ def main() -> int:
             )
             target = options.out / f"gpu_techniques-{shape}.json"
             shutil.copy(Path(folder) / "bench.json", target)
-        table = markdown(result, "python " + shlex.join(sys.argv))
+        table = render_markdown(result, "python " + shlex.join(sys.argv))
         target.with_suffix(".md").write_text(table, encoding="utf-8")
         print(table)
         failed |= any(row.failed for row in result.rows)

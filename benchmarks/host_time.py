@@ -30,7 +30,7 @@ STEPS = (
 )
 
 
-def quartile(step: Callable[[], object], count: int = 60) -> float:
+def lower_quartile(step: Callable[[], object], count: int = 60) -> float:
     """Returns the lower quartile of the seconds of a call, which other processes disturb least."""
     samples = []
     for _ in range(count):
@@ -71,12 +71,12 @@ def main() -> None:
         tokens, positions = torch.randint(96, (2, 16)), torch.arange(16).expand(2, 16).contiguous()
         batch = Batch(tokens, tokens.clone(), positions, MaskSpec(), 32, (0, 1))
 
-        def step(model_build=model_build, batch=batch) -> None:  # type: ignore[no-untyped-def]
+        def run_step(model_build=model_build, batch=batch) -> None:  # type: ignore[no-untyped-def]
             loss = accumulate_gradients(model_build, [batch], 1e-6)
             torch.cat([loss.total.float().reshape(1), update(model_build, 1e-6)]).tolist()
 
-        step()
-        measured = quartile(step)
+        run_step()
+        measured = lower_quartile(run_step)
         planned = estimate_step_seconds(seen, rates)
         before = estimate_step_seconds(seen, replace(rates, host_operator=None, host_custom=None))
         operators = sum(seen.kernels.values())

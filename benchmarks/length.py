@@ -51,7 +51,7 @@ def train(recipe: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[st
     return summary, json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
 
 
-def written(part: str, lines: list[str], values: dict[str, Any]) -> None:
+def write_results(part: str, lines: list[str], values: dict[str, Any]) -> None:
     import torch
 
     told = sys.argv[1:]
@@ -67,7 +67,7 @@ def written(part: str, lines: list[str], values: dict[str, Any]) -> None:
     print(text)
 
 
-def plotted(name: str, draw: Any, *, columns: int = 1, height: float = 3.6) -> None:
+def plot_results(name: str, draw: Any, *, columns: int = 1, height: float = 3.6) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -81,7 +81,7 @@ def plotted(name: str, draw: Any, *, columns: int = 1, height: float = 3.6) -> N
 # --- from 512 to 4,096 tokens -------------------------------------------------------------------------------------
 
 
-def texts(folder: Path) -> None:
+def write_texts(folder: Path) -> None:
     """book.txt, tail.txt (its last tenth), stories.jsonl and others.jsonl (one in ten)."""
     data = Path(os.environ.get("PREHEAT_DATA", "../shared/data")) / "text"
     book = (data / "war_and_peace.txt").read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def texts(folder: Path) -> None:
         )
 
 
-def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def build_recipe(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The recipe of one way to 4,096 tokens; `short` has rows of the trained length, and as many tokens a step."""
     model = Path(os.environ.get("PREHEAT_DATA", "../shared/data")).resolve() / "stories260K-hf"
     length = 512 if name == "short" else options.length
@@ -134,7 +134,7 @@ def extended(name: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     }
 
 
-def by_command(run: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def evaluate_by_command(run: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What `preheat eval` finds of a run beyond the length of its own rows."""
     command = [
         sys.executable,
@@ -166,27 +166,27 @@ def by_command(run: Path, folder: Path, options: argparse.Namespace) -> dict[str
     return {"after": {"texts": texts_, "tasks": made["tasks"]}, "before": before}
 
 
-def extension(options: argparse.Namespace) -> None:
+def measure_extension(options: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     recipes = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts(folder)
+        write_texts(folder)
         for way in (*options.ways, "short"):
-            recipes[way] = extended(way, options, folder)
+            recipes[way] = build_recipe(way, options, folder)
             begun = time.perf_counter()
             summary, evaluation = train(recipes[way], folder)
             if way == "short":
-                evaluation = by_command(folder / "short", folder, options)
+                evaluation = evaluate_by_command(folder / "short", folder, options)
             found[way] = evaluation | {"seconds": time.perf_counter() - begun, "loss": summary["loss"]}
             print(way, f"{found[way]['seconds']:.0f} s", flush=True)
     found = json.loads(json.dumps(found).replace(name, "TEXTS"))
     plain = found["short"]["before"]["texts"]["forgetting"]["metrics"]["loss"]["value"]
 
-    def parts(way: str, when: str) -> list[dict[str, Any]]:
+    def list_parts(way: str, when: str) -> list[dict[str, Any]]:
         return list(found[way][when]["tasks"]["positions"]["parts"])
 
-    ends = [part["end"] for part in parts("short", "after")]
+    ends = [part["end"] for part in list_parts("short", "after")]
     lines = [
         f"# stories260K from 512 to {options.length:,} tokens",
         f"{options.steps} steps of {options.rows} x {options.length:,} tokens on nine tenths of War and Peace joined with TinyStories (each read twice as often), lr {options.lr:g}. Perplexity by position",
@@ -201,7 +201,7 @@ def extension(options: argparse.Namespace) -> None:
     for way in found:
         for when in ("before", "after"):
             short = found[way][when]["texts"]["forgetting"]["metrics"]["loss"]["value"]
-            cells = " | ".join(f"{np.exp(part['value']):.1f}" for part in parts(way, when))
+            cells = " | ".join(f"{np.exp(part['value']):.1f}" for part in list_parts(way, when))
             lines.append(f"| {WORDS[way]} | {when} | {cells} | {short:.4f} | {short / plain - 1:+.1%} |")
     lines += [
         "",
@@ -223,7 +223,11 @@ def extension(options: argparse.Namespace) -> None:
         for axis, when in zip(axes, ("before", "after"), strict=True):
             for way in found:
                 axis.plot(
-                    ends, np.exp([part["value"] for part in parts(way, when)]), "o-", markersize=3.5, label=WORDS[way]
+                    ends,
+                    np.exp([part["value"] for part in list_parts(way, when)]),
+                    "o-",
+                    markersize=3.5,
+                    label=WORDS[way],
                 )
             axis.set(
                 xscale="log", yscale="log", xlabel="up to this position", ylabel="perplexity", title=f"{when} training"
@@ -235,16 +239,16 @@ def extension(options: argparse.Namespace) -> None:
             axis.set_yticks([t for t in ticks if low <= t <= high], [str(t) for t in ticks if low <= t <= high])
         axes[0].legend(fontsize=8)
 
-    plotted("length-extension", draw, columns=2)
+    plot_results("length-extension", draw, columns=2)
     data = str(Path(os.environ.get("PREHEAT_DATA", "../shared/data")).resolve())
     kept = json.loads(json.dumps(recipes).replace(name, "TEXTS").replace(data, "DATA"))
-    written("extension", lines, {"recipes": kept, "found": found})
+    write_results("extension", lines, {"recipes": kept, "found": found})
 
 
 # --- key-value recall ---------------------------------------------------------------------------------------------
 
 
-def vocabulary_of_words(folder: Path, pieces: int) -> Any:
+def build_vocabulary(folder: Path, pieces: int) -> Any:
     """A tokenizer whose pieces are words, saved where a recipe finds it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -267,7 +271,7 @@ FIRST, LAST = 0.3, 0.3
 """Shares of the tokens that are read in lists of two to four pairs, in which it is learnt what a list is (it takes long only there), and with the longest among the rest."""
 
 
-def asked_again(pieces: list[int], new: int, again: int, rng: np.random.Generator) -> list[dict[str, str]]:
+def draw_lists(pieces: list[int], new: int, again: int, rng: np.random.Generator) -> list[dict[str, str]]:
     """A list of pairs of unlike keys, and after it some of the keys again, each with the value that it had: as a conversation."""
     keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
     key, value = rng.choice(keys, new, replace=False), rng.choice(values, new)
@@ -280,7 +284,7 @@ def asked_again(pieces: list[int], new: int, again: int, rng: np.random.Generato
     return turns
 
 
-def pairs_in_order(longest: int, tokens: int, rng: np.random.Generator, *, first: bool = True) -> list[tuple[int, int]]:
+def schedule_pairs(longest: int, tokens: int, rng: np.random.Generator, *, first: bool = True) -> list[tuple[int, int]]:
     """New and asked pairs of each list over the run: up to four at first, then ever more beside the fewer ones, as many tokens of each number.
 
     As many are asked as are new, where a list of `longest` tokens has room for so many.
@@ -311,12 +315,12 @@ def pairs_in_order(longest: int, tokens: int, rng: np.random.Generator, *, first
     return made
 
 
-def words_of(length: int, options: argparse.Namespace) -> int:
+def count_words(length: int, options: argparse.Namespace) -> int:
     """Words of a vocabulary: half of them are keys, of which the longest list takes half, so that a key is one word where it is asked."""
     return int(options.pieces or 2 * length)
 
 
-def lists_for(length: int, steps: int, options: argparse.Namespace, folder: Path) -> Path:
+def write_lists(length: int, steps: int, options: argparse.Namespace, folder: Path) -> Path:
     """Words, template and lists of a run in rows of `length`, as many lists as all steps read, so that none is read twice: the rule is learnt, not the lists."""
     from preheat.evaluation.needle import find_word_tokens
 
@@ -324,20 +328,20 @@ def lists_for(length: int, steps: int, options: argparse.Namespace, folder: Path
     if (into / "words.jinja").is_file():  # which is written last
         return into
     into.mkdir(exist_ok=True)
-    words = find_word_tokens(vocabulary_of_words(into / "words", words_of(length, options)))
+    words = find_word_tokens(build_vocabulary(into / "words", count_words(length, options)))
     rng = np.random.default_rng(options.seed)
-    sizes = pairs_in_order(
+    sizes = schedule_pairs(
         length, round(1.03 * steps * max(length, options.rows * options.length)), rng, first=length == options.length
     )
     with (into / "lists.jsonl").open("w", encoding="utf-8") as file:
         for new, again in sizes:
-            file.write(json.dumps({"messages": asked_again(words, new, again, rng)}) + "\n")
+            file.write(json.dumps({"messages": draw_lists(words, new, again, rng)}) + "\n")
     (into / "order.txt").write_text("".join(f"{n}\n" for n in range(len(sizes))), encoding="utf-8")
     (into / "words.jinja").write_text(TEMPLATE, encoding="utf-8")
     return into
 
 
-def longer(run: Path, words: Path, length: int, into: Path, scaling: str) -> Path:
+def lengthen_run(run: Path, words: Path, length: int, into: Path, scaling: str) -> Path:
     """What a run has learnt, as a folder for rows of `length`: with the words that it lacks, drawn as the known ones lie, and the positions `scaling` gives."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -359,7 +363,7 @@ def longer(run: Path, words: Path, length: int, into: Path, scaling: str) -> Pat
     return into
 
 
-def told_by(model: Path, length: int, each: int) -> dict[str, Any]:
+def evaluate_lists(model: Path, length: int, each: int) -> dict[str, Any]:
     """What a model tells of lists up to `length` before it is trained there, by `preheat eval`."""
     command = [
         sys.executable,
@@ -379,7 +383,7 @@ def told_by(model: Path, length: int, each: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout)["tasks"]["recall"])
 
 
-def stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespace) -> dict[str, Any]:
+def build_stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespace) -> dict[str, Any]:
     """A run in rows of `length`, with as many tokens a step at every length; its model is of the first, those after it go on from what was learnt."""
     model: dict[str, Any] = {
         "num_layers": options.layers,
@@ -428,19 +432,21 @@ def stage_recipe(length: int, steps: int, lists: Path, options: argparse.Namespa
     }
 
 
-def stage(length: int, before: Path | None, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def train_stage(length: int, before: Path | None, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains in rows of `length`, from nothing or from the run `before`, and asks; what the folder holds already is not done again."""
     told = folder / f"stage-{length}.json"
     if told.is_file():
         return dict(json.loads(told.read_text(encoding="utf-8")))
     steps = options.steps if before is None else options.more
-    lists = lists_for(length, steps, options, folder)
-    recipe = stage_recipe(length, steps, lists, options)
+    lists = write_lists(length, steps, options, folder)
+    recipe = build_stage_recipe(length, steps, lists, options)
     untrained: dict[str, Any] = {}
     if before is not None:
-        wider = longer(before, lists / "words", length, folder / f"from-{length}-base", "base")
-        untrained["base"] = told_by(wider, length, 4)
-        recipe["model"] = {"path": str(longer(before, lists / "words", length, folder / f"from-{length}", "none"))}
+        wider = lengthen_run(before, lists / "words", length, folder / f"from-{length}-base", "base")
+        untrained["base"] = evaluate_lists(wider, length, 4)
+        recipe["model"] = {
+            "path": str(lengthen_run(before, lists / "words", length, folder / f"from-{length}", "none"))
+        }
         recipe["optimizer"]["lr"] = options.lr / 2
         recipe["schedule"] |= {"warmup_ratio": 0.1}
         recipe["evaluate"] |= {"every": 0}
@@ -470,15 +476,15 @@ def stage(length: int, before: Path | None, options: argparse.Namespace, folder:
     return dict(result)
 
 
-def grid_of(found: dict[str, Any]) -> tuple[list[int], list[float], Any]:
+def read_grid(found: dict[str, Any]) -> tuple[list[int], list[float], Any]:
     """Lengths, depths, and the share that is right [depths, lengths]."""
     across, down = (sorted({part[key] for part in found["parts"]}) for key in ("length", "depth"))
     values = {(part["length"], part["depth"]): part["value"] for part in found["parts"]}
     return across, down, np.array([[values[n, d] for n in across] for d in down])
 
 
-def heat_map(found: dict[str, Any]) -> list[str]:
-    across, down, grid = grid_of(found)
+def draw_heat_map(found: dict[str, Any]) -> list[str]:
+    across, down, grid = read_grid(found)
     return [
         "| depth | " + " | ".join(f"{int(n):,}" for n in across) + " |",
         "|---|" + "---|" * len(across),
@@ -486,16 +492,16 @@ def heat_map(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def recall(options: argparse.Namespace) -> None:
+def measure_recall(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = (options.runs or Path(name)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         stages: list[dict[str, Any]] = []
         for length in (options.length, *options.then):
             before = folder / stages[-1]["recipe"]["name"] if stages else None
-            stages.append(stage(length, before, options, folder))
+            stages.append(train_stage(length, before, options, folder))
     start, last = stages[0], stages[-1]
-    found, (across, down, grid) = last["found"], grid_of(last["found"])
+    found, (across, down, grid) = last["found"], read_grid(last["found"])
     accuracy = found["metrics"]["accuracy"]
     steps = start["recipe"]["stop"]["max_steps"]
     asked = found["rows"] // grid.size
@@ -513,25 +519,25 @@ def recall(options: argparse.Namespace) -> None:
             "|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for one in stages:
-            right, cells = one["found"]["metrics"]["accuracy"], grid_of(one["found"])[2]
+            right, cells = one["found"]["metrics"]["accuracy"], read_grid(one["found"])[2]
             first = [
                 f"{one['untrained'][way]['metrics']['accuracy']['value']:.1%}" if one["untrained"] else ""
                 for way in ("none", "base")
             ]
             lines.append(
-                f"| {one['length']:,} | {one['recipe']['batch']['size']} | {words_of(one['length'], options):,} | {one['parameters']:,} | {one['seconds'] / 60:.1f} | {' | '.join(first)} | {right['value']:.1%} "
+                f"| {one['length']:,} | {one['recipe']['batch']['size']} | {count_words(one['length'], options):,} | {one['parameters']:,} | {one['seconds'] / 60:.1f} | {' | '.join(first)} | {right['value']:.1%} "
                 f"| {right['low']:.1%} to {right['high']:.1%} | {cells.mean(axis=0).min():.1%} | {cells.min():.0%} |"
             )
         lines += ["", "Right: of lists at 8 lengths up to the row's, at 8 depths, 16 a cell. NTK: the rotary base raised once, as far as the length asks, before training, 4 a cell.", ""]  # fmt: skip
     lines += [
         f"Asked: {found['rows']:,} lists that fill so many tokens, the value of a key at the end; {asked} a cell. Right: {accuracy['value']:.1%} (95 % interval {accuracy['low']:.1%} to {accuracy['high']:.1%}), least of a length "
-        f"{grid.mean(axis=0).min():.1%}, least of a cell {grid.min():.0%}; by guessing {1 / (words_of(last['length'], options) // 2):.2%}.",
+        f"{grid.mean(axis=0).min():.1%}, least of a cell {grid.min():.0%}; by guessing {1 / (count_words(last['length'], options) // 2):.2%}.",
         "",
-        *heat_map(found),
+        *draw_heat_map(found),
         "",
     ]  # fmt: skip
     for one in stages[:-1]:
-        lines += [f"## After the stage of {one['length']:,} tokens", "", *heat_map(one["found"]), ""]
+        lines += [f"## After the stage of {one['length']:,} tokens", "", *draw_heat_map(one["found"]), ""]
     lines += [
         f"Over the {'first ' if stages[1:] else ''}run, step and share right: " + ", ".join(f"{step:,}: {right:.1%}" for step, right in start["history"]) + ".",
         "",
@@ -547,8 +553,8 @@ def recall(options: argparse.Namespace) -> None:
             axis.annotate(f"{v:.0%}", (x, y), ha="center", va="center", fontsize=7)
         axis.figure.colorbar(image)
 
-    plotted("length-recall", draw)
-    written("recall", lines, {"stages": stages})
+    plot_results("length-recall", draw)
+    write_results("recall", lines, {"stages": stages})
 
 
 # --- memory and time ----------------------------------------------------------------------------------------------
@@ -556,7 +562,7 @@ def recall(options: argparse.Namespace) -> None:
 FORMS: dict[str, dict[str, Any]] = {"full": {}, "window 1,024": {"sliding_window": {"window": 1024}}}
 
 
-def one_document(folder: Path) -> Path:
+def write_one_document(folder: Path) -> Path:
     """Python's library source as one text: attention never crosses documents, so rows of many would be short ones to it."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
@@ -565,7 +571,7 @@ def one_document(folder: Path) -> Path:
     return into
 
 
-def one_row(form: str, length: int, text: Path, *, steps: int = 3, precision: str = "bf16") -> dict[str, Any]:
+def measure_one_row(form: str, length: int, text: Path, *, steps: int = 3, precision: str = "bf16") -> dict[str, Any]:
     """A step of one row of one document: a model of about 15 million parameters, as the issue's CPU has it."""
     return {
         "name": f"{form.replace(' ', '-').replace(',', '')}-{length}",
@@ -577,7 +583,7 @@ def one_row(form: str, length: int, text: Path, *, steps: int = 3, precision: st
     }  # fmt: skip
 
 
-def memory(options: argparse.Namespace) -> None:
+def measure_memory(options: argparse.Namespace) -> None:
     """Counted bytes by a dry run on this CPU, high-water marks of real steps for the shorter rows, and what a plan says of H100s."""
     from preheat.hardware.probe import probe
     from preheat.planning.dry_run import observe
@@ -587,12 +593,12 @@ def memory(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     device = probe("cpu")
     with tempfile.TemporaryDirectory() as name:
-        text = one_document(Path(name))
+        text = write_one_document(Path(name))
         for form in FORMS:
             for length in options.lengths:
                 if form != "full" and length <= 1024:
                     continue
-                recipe = one_row(form, length, text)
+                recipe = measure_one_row(form, length, text)
                 seen = observe(Request(parse(yaml.safe_dump(recipe)), device, vocabulary=4096))
                 row = {"form": form, "length": length, "counted_gib": max(seen.peak.values()) / 2**30}
                 if length <= options.measured:
@@ -600,7 +606,7 @@ def memory(options: argparse.Namespace) -> None:
                     row |= {"predicted_gib": summary["predicted"]["peak_gib"], "measured_gib": summary["peak_gib"]}
                 rows.append(row)
                 print(row, flush=True)
-    far = [planned(count, length) for count in (8, 64) for length in options.far]
+    far = [plan_on_gpus(count, length) for count in (8, 64) for length in options.far]
     lines = ["# Memory against length", "One row of a model of 15 million parameters on a CPU: bf16, checkpointed layers, chunked loss, no scores in memory. Counted: the peak of all tensors of a step in a dry run;",
              "predicted and measured: the peak of the process less what the imports took.", "", "| attention | tokens a row | counted, GiB | MiB a 1,024 tokens more | predicted | measured |", "|---|---|---|---|---|---|"]  # fmt: skip
     for one, row in zip([None, *rows], rows, strict=False):
@@ -621,10 +627,10 @@ def memory(options: argparse.Namespace) -> None:
             lines.append(
                 f"| {row['devices']} | {row['length']:,} | {row['peak_gib']:.1f} | {'yes' if row['fits'] else 'no'} | {row['seconds']:.1f} | {row['tokens_per_second']:,.0f} |"
             )
-    written("memory", lines, {"rows": rows, "planned": far})
+    write_results("memory", lines, {"rows": rows, "planned": far})
 
 
-def planned(devices: int, length: int) -> dict[str, Any]:
+def plan_on_gpus(devices: int, length: int) -> dict[str, Any]:
     """A plan for H100s by `preheat plan`."""
     techniques = {
         "rope_scaling": {"kind": "auto", "factor": "auto"}, "fsdp": {}, "context_parallel": {"degree": devices, "kind": "ring"}, "mixed_precision": {"mode": "bf16"},
@@ -675,15 +681,15 @@ def draw_time(
         axes[0].legend()
         axes[1].legend()
 
-    plotted(f"length-{name}", draw, columns=2)
+    plot_results(f"length-{name}", draw, columns=2)
 
 
-def clock(options: argparse.Namespace) -> None:
+def measure_seconds(options: argparse.Namespace) -> None:
     """Seconds of a step, full attention and window by turns."""
     found: dict[str, dict[int, list[float]]] = {form: {} for form in FORMS}
     held: dict[str, dict[int, dict[str, float]]] = {form: {} for form in FORMS}
     with tempfile.TemporaryDirectory() as name:
-        text = one_document(Path(name))
+        text = write_one_document(Path(name))
         for turn in range(options.turns):
             for length in (*options.lengths, *(options.once if turn == 0 else ())):
                 for form in sorted(FORMS, reverse=bool(turn % 2)):
@@ -691,7 +697,7 @@ def clock(options: argparse.Namespace) -> None:
                         continue
                     once = length in options.once
                     steps = 1 if once else options.steps
-                    recipe = one_row(form, length, text, steps=steps, precision=options.precision)
+                    recipe = measure_one_row(form, length, text, steps=steps, precision=options.precision)
                     recipe["name"] += f"-{turn}"
                     summary, _ = train(recipe, Path(name))
                     held[form][length] = {
@@ -719,7 +725,7 @@ def clock(options: argparse.Namespace) -> None:
     lines += ["", f"![seconds against length](length-{part}.png)"]
 
     draw_time(part, found, held)
-    written(part, lines, {"seconds": found, "gib": held})
+    write_results(part, lines, {"seconds": found, "gib": held})
 
 
 def main() -> None:
@@ -765,7 +771,9 @@ def main() -> None:
     four.add_argument("--steps", type=int, default=3)
     four.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
-    {"extension": extension, "recall": recall, "memory": memory, "time": clock}[options.part](options)
+    {"extension": measure_extension, "recall": measure_recall, "memory": measure_memory, "time": measure_seconds}[
+        options.part
+    ](options)
 
 
 if __name__ == "__main__":

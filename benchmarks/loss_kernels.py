@@ -47,7 +47,7 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def inputs(width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
+def draw_inputs(width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
     torch.manual_seed(0)
     head = torch.nn.Linear(width, PIECES, bias=False)
     torch.nn.init.normal_(head.weight, std=width**-0.5)
@@ -55,7 +55,9 @@ def inputs(width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, t
     return hidden.to(device, dtype), head.to(device, dtype), labels.to(device)
 
 
-def once(kernel: str, hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor) -> tuple[float, torch.Tensor]:
+def time_once(
+    kernel: str, hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor
+) -> tuple[float, torch.Tensor]:
     """Seconds of forward and backward, and the gradient of the hidden states; the head's stands in `.grad`."""
     leaf = hidden.detach().requires_grad_()
     head.weight.grad = None
@@ -74,7 +76,7 @@ def settle(t: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def exact(hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor) -> torch.Tensor:
+def compute_exact_gradients(hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor) -> torch.Tensor:
     """Gradients of the plain loss in fp64, 512 rows at a time."""
     weight = head.weight.detach().double().requires_grad_()
     grads = []
@@ -87,15 +89,15 @@ def exact(hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor) -> 
     return torch.cat([*grads, weight.grad.flatten()])
 
 
-def extra_memory(kernel: str, width: int, dtype: str, device: str) -> float:
+def measure_extra_memory(kernel: str, width: int, dtype: str, device: str) -> float:
     """MiB of one pass at its peak, in a process of its own."""
     command = [sys.executable, __file__, "--device", device, "--memory", json.dumps([kernel, width, dtype])]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
-def memory_here(kernel: str, width: int, dtype: str, device: str) -> float:
-    hidden, head, labels = inputs(width, DTYPES[dtype], device)
-    once(kernel, hidden[:, :8], head, labels[:, :8])  # libraries load and threads start
+def measure_memory_here(kernel: str, width: int, dtype: str, device: str) -> float:
+    hidden, head, labels = draw_inputs(width, DTYPES[dtype], device)
+    time_once(kernel, hidden[:, :8], head, labels[:, :8])  # libraries load and threads start
     head.weight.grad = None
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -103,7 +105,7 @@ def memory_here(kernel: str, width: int, dtype: str, device: str) -> float:
     else:
         before = probe.resident_bytes()
         probe.reset_peak()
-    once(kernel, hidden, head, labels)
+    time_once(kernel, hidden, head, labels)
     after = torch.cuda.max_memory_allocated() if device == "cuda" else probe.peak_resident_bytes()
     return (after - before) / 2**20
 
@@ -122,7 +124,7 @@ def main() -> None:
         torch.set_num_threads(1)
     if options.memory:
         kernel, width, dtype = json.loads(options.memory)
-        print(memory_here(kernel, width, dtype, options.device))
+        print(measure_memory_here(kernel, width, dtype, options.device))
         return
     if options.device == "cpu":
         install_heap()
@@ -141,15 +143,15 @@ def main() -> None:
     ]
     for dtype in DTYPES:
         for width in options.widths:
-            lines += table(dtype, width, options.kernels, options)
+            lines += render_table(dtype, width, options.kernels, options)
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def table(dtype: str, width: int, kernels: list[str], options: Any) -> list[str]:
-    given = inputs(width, DTYPES[dtype], options.device)
-    truth, error = exact(*given), {}
+def render_table(dtype: str, width: int, kernels: list[str], options: Any) -> list[str]:
+    given = draw_inputs(width, DTYPES[dtype], options.device)
+    truth, error = compute_exact_gradients(*given), {}
     for k in kernels:
-        grad = once(k, *given)[1]
+        grad = time_once(k, *given)[1]
         assert given[1].weight.grad is not None
         found = torch.cat([grad.flatten(), given[1].weight.grad.flatten()]).double()
         error[k] = float((found - truth).norm() / truth.norm())
@@ -157,10 +159,10 @@ def table(dtype: str, width: int, kernels: list[str], options: Any) -> list[str]
     times: dict[str, list[float]] = {k: [] for k in kernels}
     for turn in range(options.repeats + 1):
         for k in kernels:
-            seconds = once(k, *given)[0]
+            seconds = time_once(k, *given)[0]
             if turn:
                 times[k].append(seconds * 1e3)
-    memory = {k: extra_memory(k, width, dtype, options.device) for k in kernels}
+    memory = {k: measure_extra_memory(k, width, dtype, options.device) for k in kernels}
     own = (ROWS + PIECES) * width * DTYPES[dtype].itemsize / 2**20
     middle = {k: statistics.median(each) for k, each in times.items()}
     lines = []

@@ -43,7 +43,7 @@ PAIRS = [
 ]
 
 
-def preheat(*arguments: str) -> tuple[int, dict[str, Any], str]:
+def run_preheat(*arguments: str) -> tuple[int, dict[str, Any], str]:
     """(exit code, what it printed as JSON, its last words)."""
     command = [sys.executable, "-m", "preheat", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -66,10 +66,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = f"{folder}/recipe.yaml"
             how = ("--gpu", gpu, "--count", str(count), "--method", method)
-            code, planned, words = preheat("plan", model, *how, "--out", file)
+            code, planned, words = run_preheat("plan", model, *how, "--out", file)
             seconds = time.monotonic() - begun
             again, looked, refused = (
-                preheat("train", file, "--dry-run", "--gpu", gpu) if Path(file).exists() else (code, {}, words)
+                run_preheat("train", file, "--dry-run", "--gpu", gpu) if Path(file).exists() else (code, {}, words)
             )
         row = {
             "model": model,

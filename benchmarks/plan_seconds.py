@@ -50,7 +50,7 @@ class Times:
         return f"{statistics.median(self.wall):.1f} ({statistics.median(self.cpu):.1f})"
 
 
-def ask(plan: str, tree: Path, cache: str, times: Times) -> None:
+def time_plan(plan: str, tree: Path, cache: str, times: Times) -> None:
     """Runs a plan and adds its seconds, or keeps the last line of its error."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PREHEAT_CACHE": cache, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
@@ -78,7 +78,7 @@ def main() -> None:
     plans = [plan for plan in PLANS if not options.only or any(text in plan for text in options.only)]
     with tempfile.TemporaryDirectory() as cache:
         for tree in trees.values():
-            ask(plans[0], tree, cache, Times())
+            time_plan(plans[0], tree, cache, Times())
     columns = [(version, when) for when in ("cold", "again") for version in trees]
     lines = [
         "| `preheat plan` | " + " | ".join(f"{version}, {when}" for version, when in columns) + " |",
@@ -92,7 +92,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as cache:
                     for when in ("cold", "again"):
                         if not times[version, when].failure:
-                            ask(plan, tree, cache, times[version, when])
+                            time_plan(plan, tree, cache, times[version, when])
         lines.append(f"| `{plan}` | " + " | ".join(str(times[column]) for column in columns) + " |")
         print(lines[-1], flush=True)
     if options.out:

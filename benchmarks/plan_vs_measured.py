@@ -134,7 +134,7 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def mixers(folder: Path) -> list[tuple[str, list[str]]]:
+def list_mixers(folder: Path) -> list[tuple[str, list[str]]]:
     """A recipe of each kind of token mixer, name and settings; its configuration is written below the folder."""
     from transformers import AutoConfig
 
@@ -152,7 +152,7 @@ def mixers(folder: Path) -> list[tuple[str, list[str]]]:
 TINY = ("llama", "qwen3", "gpt2", "nemotron_h", "jamba", "qwen3_next", "mamba2", "lfm2")
 
 
-def tiny(folder: Path) -> list[tuple[str, list[str]]]:
+def list_tiny(folder: Path) -> list[tuple[str, list[str]]]:
     """A recipe of each kind of tiny model, name and settings; its configuration is written below the folder."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.architectures.tiny import tiny_config
@@ -166,7 +166,7 @@ def tiny(folder: Path) -> list[tuple[str, list[str]]]:
     return recipes
 
 
-def listed() -> list[tuple[str, list[str]]]:
+def list_recipes() -> list[tuple[str, list[str]]]:
     """The recipes above: name and settings."""
     made = []
     for name, model, size, length, techniques, steps in RECIPES:
@@ -208,7 +208,7 @@ def run(settings: list[str]) -> tuple[dict[str, Any] | None, str]:
         return summary | {"intervals": {key: plan[f"{key}_interval"] for key in keys}}, ""
 
 
-def row_of(name: str, settings: list[str], summary: dict[str, Any]) -> dict[str, Any]:
+def build_row(name: str, settings: list[str], summary: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "settings": settings, "machine": summary.get("machine")}
     for key, (low, high) in summary["intervals"].items():
         predicted, measured = summary["predicted"][key], summary[key]
@@ -222,7 +222,7 @@ def row_of(name: str, settings: list[str], summary: dict[str, Any]) -> dict[str,
     return row
 
 
-def counted(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+def select_counted(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Returns the figures of the rows that count: of speeds only those of runs that had the machine to themselves."""
     return [
         row[key]
@@ -231,9 +231,9 @@ def counted(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     ]
 
 
-def coverage(rows: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
+def compute_coverage(rows: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
     """Returns errors, and how many measurements lie in the plan's interval; None without a row that counts."""
-    figures = counted(rows, key)
+    figures = select_counted(rows, key)
     if not figures:
         return None
     errors = sorted(abs(figure["error"]) for figure in figures)
@@ -261,7 +261,7 @@ def main() -> None:
     options = parser.parse_args()
     configurations = tempfile.TemporaryDirectory()
     folder = Path(configurations.name)
-    chosen = tiny(folder) if options.tiny else mixers(folder) if options.mixers else listed()
+    chosen = list_tiny(folder) if options.tiny else list_mixers(folder) if options.mixers else list_recipes()
     if options.drawn:
         more = drawn(options.drawn, options.seed)
         chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
@@ -279,10 +279,10 @@ def main() -> None:
             print(f"{name}: {failure}", flush=True)
             rows.append({"name": name, "settings": settings, "failed": failure})
             continue
-        row = row_of(name, settings, summary)
+        row = build_row(name, settings, summary)
         rows.append(row)
         memory, speed = row["peak_gib"], row["tokens_per_second"]
-        beside = "" if counted([row], "tokens_per_second") else "   beside other work, not counted"
+        beside = "" if select_counted([row], "tokens_per_second") else "   beside other work, not counted"
         print(
             f"{name:32s} memory {memory['predicted']:7.3f} / {memory['measured']:7.3f} GiB ({memory['error']:+.0%})   "
             f"speed {speed['predicted']:8,.0f} / {speed['measured']:8,.0f} tokens/s ({speed['error']:+.0%}){beside}",
@@ -296,7 +296,7 @@ def main() -> None:
         ),
         "unknown",
     )
-    covered = {key: coverage(rows, key) for key in ("peak_gib", "tokens_per_second")}
+    covered = {key: compute_coverage(rows, key) for key in ("peak_gib", "tokens_per_second")}
     for key, figures in covered.items():
         if figures is None:
             print(f"{key}: no run counts")
@@ -306,7 +306,7 @@ def main() -> None:
             f"{figures['nine_in_ten_within']:.1%}; {figures['within_interval']} of {figures['rows']} in the plan's "
             f"interval (asked: {figures['asked']:.0%})"
         )
-    left_out = sum("peak_gib" in row for row in rows) - len(counted(rows, "tokens_per_second"))
+    left_out = sum("peak_gib" in row for row in rows) - len(select_counted(rows, "tokens_per_second"))
     if left_out:
         print(f"speeds of {left_out} runs beside other work are left out")
     options.out.write_text(

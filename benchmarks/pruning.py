@@ -44,7 +44,7 @@ LENGTH, BATCH = 256, 8  # of stories260K's recovery
 PROMPT, NEW, ROUNDS = 128, 64, 7  # of the speed
 
 
-def stories(data: Path, folder: Path) -> Recipe:
+def build_stories_recipe(data: Path, folder: Path) -> Recipe:
     """stories260K with the text that it was trained on."""
     source = folder / "stories.jsonl"
     text = (data / "text/tinystories_train_excerpt.txt").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def stories(data: Path, folder: Path) -> Recipe:
     )
 
 
-def of_run(run: Path, folder: Path) -> tuple[Recipe, int]:
+def load_run_recipe(run: Path, folder: Path) -> tuple[Recipe, int]:
     """A run's recipe over its model as a Hugging Face folder, and the tokens that it was trained on."""
     recipe = recipes.load(run / "recipe.yaml")
     found, _ = checkpoint.find(run / "checkpoints")
@@ -71,7 +71,7 @@ def of_run(run: Path, folder: Path) -> tuple[Recipe, int]:
     return replace(recipe, data=data, model=Model(path=str(folder / "whole")), parallel=recipes.Parallel()), tokens
 
 
-def shape_for(name: str, model: Any, share: float, seed: int) -> Method:
+def choose_shape(name: str, model: Any, share: float, seed: int) -> Method:
     """The method's settings that leave `share` of the parameters."""
     found = methods()
     if name == "lottery":
@@ -86,13 +86,13 @@ def shape_for(name: str, model: Any, share: float, seed: int) -> Method:
     return found[name](channels=max(channels) / now.channels)  # type: ignore[call-arg]
 
 
-def held_out(recipe: Recipe, vocabulary: int, rows: Rows) -> float:
+def evaluate_held_out(recipe: Recipe, vocabulary: int, rows: Rows) -> float:
     """Loss of the recipe's model as it is built, before any step, over `rows`."""
     made = build(recipe, vocabulary=vocabulary, device=probe())
     return float(evaluate(made, evaluation_batches(rows, micro=8, limit=len(rows)))[0])
 
 
-def speeds(folders: list[Path], vocabulary: int) -> list[tuple[float, float, float, float]]:
+def measure_speeds(folders: list[Path], vocabulary: int) -> list[tuple[float, float, float, float]]:
     """Prefill and decode tokens/s of each by plain transformers, in turns: medians over the rounds, and the ratios to the first within a round."""
     models: list[Any] = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in folders]
     tokens = torch.randint(3, vocabulary, (4, PROMPT), generator=torch.Generator().manual_seed(0))
@@ -147,7 +147,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe, trained = (
-            of_run(options.run, folder) if options.run else (stories(options.data, folder), options.trained)
+            load_run_recipe(options.run, folder)
+            if options.run
+            else (build_stories_recipe(options.data, folder), options.trained)
         )
         whole = Path(str(recipe.model.path))
         tokens = int(options.recover * trained)
@@ -165,7 +167,7 @@ def main() -> None:
         assert isinstance(rows, Rows)
         assert isinstance(prepared.train, Rows)
         calibration = [torch.as_tensor(prepared.train.row(n).tokens)[None].long() for n in range(CALIBRATION)]
-        before = held_out(recipe, vocabulary, rows)
+        before = evaluate_held_out(recipe, vocabulary, rows)
         lines = [
             f"# Structured pruning to {options.share:.0%} of the parameters, and recovery",
             "",
@@ -183,7 +185,7 @@ def main() -> None:
             lines.append(line)
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
-        def recovered(model: Model, what: str) -> Path:
+        def recover_by_distillation(model: Model, what: str) -> Path:
             techniques = dict(recipe.techniques)
             if options.distil and model.weights != "random" and str(model.path) != str(whole):
                 from preheat.core import registry
@@ -199,7 +201,7 @@ def main() -> None:
         write(f"| whole | {count:,} | {math.exp(before):.3f} | | | | |")
         for name in options.methods:
             model: Any = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32).eval()
-            change = shape_for(name, model, options.share, options.seed).apply(model, calibration)
+            change = choose_shape(name, model, options.share, options.seed).apply(model, calibration)
             cut = folder / name
             model.save_pretrained(cut)
             prepared.tokenizer.save_pretrained(cut)
@@ -209,9 +211,9 @@ def main() -> None:
                 .abs()
                 .max()
             )
-            after = held_out(replace(recipe, model=Model(path=str(cut))), vocabulary, rows)
-            folders.append(recovered(Model(path=str(cut)), name))
-            end = held_out(replace(recipe, model=Model(path=str(folders[-1]))), vocabulary, rows)
+            after = evaluate_held_out(replace(recipe, model=Model(path=str(cut))), vocabulary, rows)
+            folders.append(recover_by_distillation(Model(path=str(cut)), name))
+            end = evaluate_held_out(replace(recipe, model=Model(path=str(folders[-1]))), vocabulary, rows)
             write(
                 f"| {name}: {change.what} | {model.num_parameters():,} | | {math.exp(after):.3f} | {math.exp(end):.3f} | "
                 f"{math.exp(end - before) - 1:+.1%} | {off:.1g} |"
@@ -221,8 +223,8 @@ def main() -> None:
                 ("whole, trained on", whole, "pretrained"),
                 ("the first shape from new weights", folders[1], "random"),
             ):
-                made = recovered(Model(path=str(path), weights=weights), re.sub(r"\W+", "-", what))  # type: ignore[arg-type]
-                end = held_out(replace(recipe, model=Model(path=str(made))), vocabulary, rows)
+                made = recover_by_distillation(Model(path=str(path), weights=weights), re.sub(r"\W+", "-", what))  # type: ignore[arg-type]
+                end = evaluate_held_out(replace(recipe, model=Model(path=str(made))), vocabulary, rows)
                 write(f"| {what} | | | | {math.exp(end):.3f} | {math.exp(end - before) - 1:+.1%} | |")
         if options.speed:
             lines += [
@@ -231,7 +233,7 @@ def main() -> None:
                 "|---|---|---|---|---|",
             ]
             for name, (fill, decode, a, b) in zip(
-                ["whole", *options.methods], speeds(folders, vocabulary), strict=True
+                ["whole", *options.methods], measure_speeds(folders, vocabulary), strict=True
             ):
                 write(f"| {name} | {fill:,.0f} | {decode:,.0f} | {a:.2f} | {b:.2f} |")
 

@@ -4,7 +4,7 @@
 
 Each row becomes a recipe (model by its sizes, mesh, micro-batch, precision, techniques), planned for its accelerator as `preheat plan` does.
 What a row leaves open is what its trainer does by default (trainers.py), else what published_rows.py says for all rows. Of a row's notes only these
-are read: which trainer ran (`trainer_of`), which layers adapters act on (`adapted`), which memory was read (`gib_of`), that lengths vary, that rows are
+are read: which trainer ran (`trainer_of`), which layers adapters act on (`adapted`), which memory was read (`estimate_gib`), that lengths vary, that rows are
 Alpaca's and that nothing is recomputed (`leaves_open`, `filled`); of its model's name the sizes if none are stated, and whether it is a GPT. Writes
 `id,predicted_gib,low_gib,high_gib,predicted_tok_s,low_tok_s,high_tok_s,seconds,reason` (tokens a second of each accelerator; empty where it
 cannot be said, with the reason) and prints errors by source.
@@ -77,7 +77,7 @@ MORE = (
 )
 
 
-def planned(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tuple[Plan, Any]:
+def plan_row(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tuple[Plan, Any]:
     """A plan of the recipe, or of the nearest that is not refused; `timed`: with its trainer's slower operators."""
     from dataclasses import replace
 
@@ -90,45 +90,45 @@ def planned(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tup
 
     config, by_hand = hf.configure(recipe, None), by_transformer_engine(row)
     eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
-    device = replace(roofline.as_device, expandable=segments_grow(row, recipe, roofline))
+    device = replace(roofline.as_device, expandable=has_growing_segments(row, recipe, roofline))
 
-    def problems_of(chosen: Any) -> list[Any]:
+    def list_problems(chosen: Any) -> list[Any]:
         return conflicts_of(chosen.techniques.values(), build_context(chosen, config, device))
 
-    problems = problems_of(recipe)
+    problems = list_problems(recipe)
     for name in ("", *LESS):
         if name and (name not in recipe.techniques or not problems):
             continue
         without = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
-        remaining = problems_of(without) if name else problems
+        remaining = list_problems(without) if name else problems
         if name and len(remaining) == len(problems):
             continue  # no conflict is about it
         recipe, problems = without, remaining
         if name == "fp8":
             eights = True
         if not problems:
-            with layers_of(row, timed=timed):
+            with patch_adapter_layers(row, timed=timed):
                 seen = observe_few_layers(Request(recipe, device))
             if eights:
-                seen = replace(seen, kernels=Counter({_in_bits(k, bits): n for k, n in seen.kernels.items()}))
+                seen = replace(seen, kernels=Counter({_compute_in_bits(k, bits): n for k, n in seen.kernels.items()}))
             if by_hand and roofline.device.generation == "hopper":
-                seen = replace(seen, kernels=Counter({_by_cudnn(k): n for k, n in seen.kernels.items()}))
+                seen = replace(seen, kernels=Counter({_speed_up_to_cudnn(k): n for k, n in seen.kernels.items()}))
             if seen.idle:
                 idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
                 seen = replace(seen, idle=idle)
             if timed and trainer_of(row).bitsandbytes:
-                seen = replace(seen, kernels=Counter({_by_bitsandbytes(k): n for k, n in seen.kernels.items()}))
+                seen = replace(seen, kernels=Counter({_slow_to_bitsandbytes(k): n for k, n in seen.kernels.items()}))
             if trainer_of(row).foreach_update:
-                seen = replace(seen, kernels=Counter({_by_foreach(k): n for k, n in seen.kernels.items()}))
+                seen = replace(seen, kernels=Counter({_convert_to_foreach(k): n for k, n in seen.kernels.items()}))
             if trainer_of(row).overlaps_update:
-                seen = replace(seen, kernels=Counter({_overlapped(k): n for k, n in seen.kernels.items()}))
+                seen = replace(seen, kernels=Counter({_make_overlapped(k): n for k, n in seen.kernels.items()}))
             seen = replace(seen, compiled=compiled(row))
             return describe(Request(recipe, device, rates=roofline, in_use=0), seen), recipe
     raise Open("; ".join(map(str, problems)))
 
 
 @contextlib.contextmanager
-def layers_of(row: Row, *, timed: bool) -> Iterator[None]:
+def patch_adapter_layers(row: Row, *, timed: bool) -> Iterator[None]:
     """Has dry runs compute adapters as the row's trainer does: by peft's own layers, whose product a compiler fuses.
 
     Timed ones also have what peft's layers copy and cast (`Trainer.peft_layers`); autocast casts inputs back.
@@ -159,13 +159,13 @@ def layers_of(row: Row, *, timed: bool) -> Iterator[None]:
         yield
 
 
-def segments_grow(row: Row, recipe: Any, roofline: Any) -> bool:
-    """Says whether the allocator's segments grow; AMD's driver cannot. In a pipeline neither kind of segments is believed, see `gib_of`."""
+def has_growing_segments(row: Row, recipe: Any, roofline: Any) -> bool:
+    """Says whether the allocator's segments grow; AMD's driver cannot. In a pipeline neither kind of segments is believed, see `estimate_gib`."""
     trains_sharded = row["method"] == "pretrain" and "fsdp" in recipe.techniques and whole(row, "pp") == 1
     return trains_sharded and trainer_of(row).expandable_segments and roofline.device.generation != "cdna"
 
 
-def _in_bits(kernel: Any, bits: int) -> Any:
+def _compute_in_bits(kernel: Any, bits: int) -> Any:
     """A matrix product in fp8, where what computes it so was left out, or in fp4, of which data sheets have twice as many; anything else as it is."""
     from dataclasses import replace
 
@@ -174,14 +174,14 @@ def _in_bits(kernel: Any, bits: int) -> Any:
     return replace(kernel, dtype="float8", flops=kernel.flops * bits // 8)
 
 
-def _overlapped(kernel: Any) -> Any:
+def _make_overlapped(kernel: Any) -> Any:
     """Returns a collective of the update as one that overlaps with compute."""
     from dataclasses import replace
 
     return replace(kernel, alone=False) if kernel.group is not None else kernel
 
 
-def _by_bitsandbytes(kernel: Any) -> Any:
+def _slow_to_bitsandbytes(kernel: Any) -> Any:
     """Dequantization of NF4 at bitsandbytes' rate: 1.5 times as long as plans, on an H100 (results/gpu_layer.md)."""
     from dataclasses import replace
 
@@ -190,7 +190,7 @@ def _by_bitsandbytes(kernel: Any) -> Any:
     return replace(kernel, bytes_read=int(1.5 * kernel.bytes_read), bytes_written=int(1.5 * kernel.bytes_written))
 
 
-def _by_foreach(kernel: Any) -> Any:
+def _convert_to_foreach(kernel: Any) -> Any:
     """Returns a fused AdamW as torch's foreach one, whose kernels read and write each state again."""
     from dataclasses import replace
 
@@ -199,14 +199,14 @@ def _by_foreach(kernel: Any) -> Any:
     return replace(kernel, bytes_read=3 * kernel.bytes_read, bytes_written=3 * kernel.bytes_written)
 
 
-def _by_cudnn(kernel: Any) -> Any:
+def _speed_up_to_cudnn(kernel: Any) -> Any:
     """Attention on Hopper, which plans have at FlashAttention 2's rate, at 1.5 times that: the least that FlashAttention 3 says of itself (arXiv:2407.08608); cuDNN's is taken to be near."""
     from dataclasses import replace
 
     return replace(kernel, flops=int(kernel.flops / 1.5)) if "attention" in kernel.operator else kernel
 
 
-def gib_of(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_gib(row: Row, made: Plan, recipe: Any) -> float:
     """Returns the memory that the row's trainer reports: allocated, reserved, or reserved with the driver's context; its notes may name which."""
     words = re.search("nvidia-smi|allocated|active memory|reserved", row["notes"])
     memory = words[0] if words else trainer_of(row).reports
@@ -223,7 +223,7 @@ def gib_of(row: Row, made: Plan, recipe: Any) -> float:
     return float({"nvidia-smi": reserved + context, "reserved": reserved}.get(memory, allocated))
 
 
-def loss_of_others(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_loss_memory(row: Row, made: Plan, recipe: Any) -> float:
     """GiB by which the peak is higher because the trainer's loss keeps more of the logits than ours.
 
     Ours holds 6 bytes a logit if the vocabulary is split and 2 if the loss takes all logits at once.
@@ -245,7 +245,7 @@ def loss_of_others(row: Row, made: Plan, recipe: Any) -> float:
     return max(made.phases.get("head and loss", 0.0) + more * logits / 2**30 - made.peak_gib, 0.0)
 
 
-def of_ours(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_our_memory(row: Row, made: Plan, recipe: Any) -> float:
     """GiB that preheat holds and other trainers' data parallelism does not, where weights are in half precision.
 
     torch's `replicate` computes with a second copy of them, as large as the buckets that DistributedDataParallel has from the beginning; those of adapters
@@ -263,7 +263,7 @@ def of_ours(row: Row, made: Plan, recipe: Any) -> float:
     return second + (float(made.memory["parameters"]) if halves else 0.0)
 
 
-def root_of_others(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_root_memory(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the embedding, which FSDP1's root keeps gathered from a step's first layer to its last."""
     if "fsdp" not in recipe.techniques or not trainer_of(row).whole_root or compiled(row):
         return 0.0
@@ -275,7 +275,7 @@ def root_of_others(row: Row, made: Plan, recipe: Any) -> float:
     return float(2 * config.vocab_size * config.hidden_size / 2**30)
 
 
-def quantization_states(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_quantization_states(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the scales of 4-bit weights that ours shards or offloads: a byte for 64 weights, and 4 for 256 of these."""
     if (
         "nf4" not in recipe.techniques
@@ -292,13 +292,13 @@ def quantization_states(row: Row, made: Plan, recipe: Any) -> float:
     return float(quantized / 64 * (1 + 4 / 256) * (1 - ours) / 2**30)
 
 
-def half_gradients(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_half_gradients(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of a micro-batch's gradients in bf16, until they are added to fp32 sums."""
     beside = trainer_of(row).bf16_gradients_beside_sums and row["precision"].startswith("bf16")
     return float(made.memory["parameters"]) if beside and "pipeline_parallel" in recipe.techniques else 0.0
 
 
-def inputs_kept(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_kept_inputs(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the inputs of 4-bit layers, which bitsandbytes kept for nothing; what is recomputed is not kept."""
     keeps = trainer_of(row).keeps_quantized_inputs and keeps_as_transformers(row)
     if row["method"] != "qlora" or not keeps or "activation_checkpointing" in recipe.techniques:
@@ -312,7 +312,7 @@ def inputs_kept(row: Row, made: Plan, recipe: Any) -> float:
     )  # attention keeps the input of the map out of it
 
 
-def dropped(row: Row, made: Plan, recipe: Any) -> float:
+def estimate_dropout_masks(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the masks of hidden states of GPT models, two a layer.
 
     A pipeline's first stage has as many micro-batches on their way as there are stages, so as many masks as all layers have of one.
@@ -320,11 +320,11 @@ def dropped(row: Row, made: Plan, recipe: Any) -> float:
     drops = row["model"].startswith("GPT") and trainer_of(row).hidden_dropout
     if not drops or "activation_checkpointing" in recipe.techniques:
         return 0.0
-    width, layers = _hidden(row, recipe)
+    width, layers = _count_hidden(row, recipe)
     return 2 * width * layers / (1 if row["sequence_parallel"] == "no" else whole(row, "tp"))
 
 
-def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
+def _count_hidden(row: Row, recipe: Any) -> tuple[float, int]:
     """Numbers of a device's hidden states between two layers, in 2**30, and layers."""
     from preheat.models import hf
 
@@ -334,13 +334,22 @@ def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
 
 
 # What is beside what ours has; each: (row, plan, recipe) -> GiB.
-HELD_BY_OTHERS = (loss_of_others, half_gradients, root_of_others, quantization_states, inputs_kept, dropped)
+HELD_BY_OTHERS = (
+    estimate_loss_memory,
+    estimate_half_gradients,
+    estimate_root_memory,
+    estimate_quantization_states,
+    estimate_kept_inputs,
+    estimate_dropout_masks,
+)
 
 
-def memory_of(row: Row, made: Plan, recipe: Any, opened: bool) -> tuple[float, float, float]:
+def estimate_memory(row: Row, made: Plan, recipe: Any, opened: bool) -> tuple[float, float, float]:
     """GiB that a row's tool would report: the least, the prediction, the most; `opened`: what they grow with is a guess."""
     gib = (_UNSEEN_OPEN if opened else _UNSEEN) * (
-        gib_of(row, made, recipe) + sum(held(row, made, recipe) for held in HELD_BY_OTHERS) - of_ours(row, made, recipe)
+        estimate_gib(row, made, recipe)
+        + sum(held(row, made, recipe) for held in HELD_BY_OTHERS)
+        - estimate_our_memory(row, made, recipe)
     )
     edges = (edge / made.peak_gib for edge in made.peak_gib_interval)
     low, high = (edge * gib for edge in (_OPEN if opened else edges))
@@ -359,13 +368,13 @@ def has_room(row: Row, made: Plan, recipe: Any, roofline: Any) -> bool:
 
     Where products are in 8 bits by hand so is what they keep, and buffers are made once: seven tenths are taken there.
     """
-    takes = made.allocated_gib - of_ours(row, made, recipe)
+    takes = made.allocated_gib - estimate_our_memory(row, made, recipe)
     if by_transformer_engine(row):
         takes *= 0.7
     return bool(takes <= roofline.device.memory / 2**30)
 
 
-def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
+def find_roofline(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
     """An accelerator of the catalogue, else of the table of GPUS, else one of which the memory alone is known: (it, whether its speed is known)."""
     from dataclasses import replace
 
@@ -380,22 +389,22 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
         if name in gpus:
             row = gpus[name]
 
-            def rate(key: str, unit: float) -> float | None:
+            def read_rate(key: str, unit: float) -> float | None:
                 value = number(row, key)
                 return None if value is None else value * unit
 
-            bf16, achieved = rate("bf16_dense_tflops_peak", 1e12), rate("achieved_matmul_tflops", 1e12)
+            bf16, achieved = read_rate("bf16_dense_tflops_peak", 1e12), read_rate("achieved_matmul_tflops", 1e12)
             made = Accelerator(
                 name=name,
                 memory=int(float(row["mem_gib"])) * 2**30 if row["mem_gib"] else None,
-                bandwidth=rate("hbm_gb_s", 1e9),
+                bandwidth=read_rate("hbm_gb_s", 1e9),
                 bf16=bf16,
                 fp16=bf16,
                 fp32=None,
-                fp8=rate("fp8_dense_tflops_peak", 1e12),
+                fp8=read_rate("fp8_dense_tflops_peak", 1e12),
                 achieved_bf16=achieved,
-                achieved_fp8=rate("achieved_fp8_matmul_tflops", 1e12),
-                link=rate("nvlink_gb_s", 1e9),
+                achieved_fp8=read_rate("achieved_fp8_matmul_tflops", 1e12),
+                link=read_rate("nvlink_gb_s", 1e9),
                 network=None,
             )
             kin = [
@@ -412,7 +421,7 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
         return Roofline(replace(find_accelerator("RTX-3090"), name=name, memory=int(sized[1]) * 2**30)), False
 
 
-def on_its_network(row: Row, roofline: Any) -> Any:
+def set_network(row: Row, roofline: Any) -> Any:
     """Returns the roofline with the network between hosts that the row names; its hosts have eight devices."""
     from dataclasses import replace
 
@@ -423,7 +432,7 @@ def on_its_network(row: Row, roofline: Any) -> Any:
     return replace(roofline, device=replace(roofline.device, network=gigabits * 1e9 / 8 / 8))
 
 
-def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
+def answer_row(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     from dataclasses import replace
 
     from preheat.errors import PreheatError
@@ -432,12 +441,12 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     begun = time.monotonic()
     out: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"id": row["id"]}
     try:
-        roofline, timed = roofline_of(row["gpu"], gpus)
+        roofline, timed = find_roofline(row["gpu"], gpus)
         roofline = replace(roofline, alone=whole(row, "n_gpus") == 1)
-        roofline = on_its_network(row, roofline)
+        roofline = set_network(row, roofline)
         opened, row = leaves_open(row), filled(row)
         recipe = recipe_of(row)
-        made, used = planned(row, recipe, roofline)
+        made, used = plan_row(row, recipe, roofline)
         chosen = recipe
         for more in MORE:
             if has_room(row, made, used, roofline):
@@ -454,10 +463,10 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
                 recipe, techniques={k: t for k, t in recipe.techniques.items() if more.get(k, "") is not None}
             )
             with contextlib.suppress(Open):
-                made, used = planned(row, recipe, roofline)
+                made, used = plan_row(row, recipe, roofline)
                 chosen = recipe
         low, gib, high = (
-            min(edge, roofline.device.memory / 2**30) for edge in memory_of(row, made, used, opened)
+            min(edge, roofline.device.memory / 2**30) for edge in estimate_memory(row, made, used, opened)
         )  # it had room
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
@@ -467,8 +476,8 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             alone = whole(row, "n_gpus") == 1  # what of it overlaps with gathers is not known
             if alone:
                 timed_recipe = as_timed(row, timed_recipe)
-            if timed_recipe != chosen or (alone and "lora" in used.techniques):  # see `layers_of`
-                timed_plan, _ = planned(row, timed_recipe, roofline, timed=alone)
+            if timed_recipe != chosen or (alone and "lora" in used.techniques):  # see `patch_adapter_layers`
+                timed_plan, _ = plan_row(row, timed_recipe, roofline, timed=alone)
             speed = timed_plan.tokens_per_second / recipe.parallel.devices
             edges = (edge / timed_plan.tokens_per_second for edge in timed_plan.tokens_per_second_interval)
             low, high = (edge * speed for edge in (_OPEN_SPEED if opened else edges))
@@ -498,7 +507,9 @@ class Error(NamedTuple):
     """The measurement lies within the interval."""
 
 
-def errors(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], measure: Sequence[str]) -> list[Error]:
+def compute_errors(
+    rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], measure: Sequence[str]
+) -> list[Error]:
     """Returns the error of each row that was measured and answered."""
     results = []
     for row in rows:
@@ -510,7 +521,7 @@ def errors(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], measur
     return results
 
 
-def summary(name: str, results: Sequence[Error]) -> str:
+def summarize_errors(name: str, results: Sequence[Error]) -> str:
     """Returns a line of the tables."""
     sizes = sorted(abs(e.relative) for e in results)
     within = (f"{sum(size <= limit for size in sizes) / len(sizes):.0%}" for limit in (0.1, 0.2))
@@ -521,7 +532,7 @@ def summary(name: str, results: Sequence[Error]) -> str:
     )
 
 
-def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], new: tuple[str, ...]) -> str:
+def render_tables(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], new: tuple[str, ...]) -> str:
     """Returns the tables by source; rows whose ids begin with one of `new` are reported apart."""
     groups = {
         "known": [r for r in rows if not r["id"].startswith(new)],
@@ -533,20 +544,20 @@ def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], new: tu
             f"| {measure[0]} | rows | median error | within 10 % | within 20 % | more than 5 % too low | in the interval |",
             "|---|---|---|---|---|---|---|",
         ]
-        every = {group: errors(members, answers, measure) for group, members in groups.items()}
+        every = {group: compute_errors(members, answers, measure) for group, members in groups.items()}
         for group, results in every.items():
             if results:
                 asked = sum(number(row, measure[-1]) is not None for row in groups[group])
-                lines.append(summary(f"**{group} sources, of {asked} measured**", results))
+                lines.append(summarize_errors(f"**{group} sources, of {asked} measured**", results))
         for group, results in every.items():
             for source in sorted({e.source for e in results}):
-                lines.append(summary(f"{source}, {group}", [e for e in results if e.source == source]))
+                lines.append(summarize_errors(f"{source}, {group}", [e for e in results if e.source == source]))
         lines.append("")
     return "\n".join(lines)
 
 
-def _work(job: tuple[Row, Mapping[str, Row]]) -> dict[str, Any]:
-    return answer(*job)
+def _answer_in_process(job: tuple[Row, Mapping[str, Row]]) -> dict[str, Any]:
+    return answer_row(*job)
 
 
 def main() -> None:
@@ -568,11 +579,11 @@ def main() -> None:
     ):
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
-        for made in pool.imap(_work, [(row, gpus) for row in rows]):
+        for made in pool.imap(_answer_in_process, [(row, gpus) for row in rows]):
             answers[made["id"]] = made
             writer.writerow(made)
             file.flush()
-    print(table(rows, answers, tuple(options.new)))
+    print(render_tables(rows, answers, tuple(options.new)))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _LEFT_OUT = {
 }
 
 
-def techniques_of(row: Mapping[str, str]) -> dict[str, Any]:
+def build_techniques(row: Mapping[str, str]) -> dict[str, Any]:
     """Returns the techniques of a row's recipe."""
     config, method = json.loads(row["peft_config"]), row["peft_type"].lower()
     target = {"target_modules": rf".*\.({'|'.join(sorted(config['target_modules']))})"}
@@ -43,7 +43,7 @@ def techniques_of(row: Mapping[str, str]) -> dict[str, Any]:
     return techniques | {"peft_adapter": {"method": method, "settings": settings} | target}
 
 
-def planned(row: Mapping[str, str], tokens: int) -> Plan:
+def plan_row(row: Mapping[str, str], tokens: int) -> Plan:
     """Returns the plan of a row's step."""
     from peft.tuners.lora import Linear
 
@@ -62,7 +62,7 @@ def planned(row: Mapping[str, str], tokens: int) -> Plan:
         "stop": {"max_steps": 1},
         "optimizer": {"max_grad_norm": 0.0},
         "hardware": {"device": "cuda"},
-        "techniques": techniques_of(row),
+        "techniques": build_techniques(row),
     }
     rates = replace(Roofline.of(row["gpu"]), alone=True)
     request = Request(recipes.parse(json.dumps(values)), rates.as_device, rates=rates, in_use=0)
@@ -83,7 +83,7 @@ def main() -> None:
     print("| row | planned ms | measured ms | speed planned over measured | in the interval |\n|---|---|---|---|---|")
     errors, inside = [], 0
     for row in rows:
-        plan = planned(row, options.tokens)
+        plan = plan_row(row, options.tokens)
         measured = float(row["step_seconds"])
         low, high = (plan.tokens_per_step / speed for speed in reversed(plan.tokens_per_second_interval))
         errors.append(measured / plan.seconds_per_step - 1)

@@ -15,17 +15,17 @@ from trainers import Row, trainer_of
 __all__ = [
     "LENGTH",
     "Open",
-    "as_timed",
-    "compiled",
-    "filled",
-    "keeps_as_transformers",
-    "by_transformer_engine",
-    "leaves_open",
-    "mesh_of",
-    "micro_batches_of",
-    "number",
-    "recipe_of",
-    "whole",
+    "add_time_settings",
+    "is_compiled",
+    "fill_defaults",
+    "is_kept_as_transformers",
+    "is_by_transformer_engine",
+    "is_underspecified",
+    "build_mesh",
+    "count_micro_batches",
+    "parse_number",
+    "build_recipe",
+    "parse_integer",
 ]
 
 LENGTH, VOCABULARY = 2048, 50304  # where a row states none
@@ -51,16 +51,16 @@ class Open(ValueError):
     """A row does not say enough, or asks for what cannot be planned."""
 
 
-def number(row: Row, key: str) -> float | None:
+def parse_number(row: Row, key: str) -> float | None:
     return float(row[key]) if row.get(key, "").strip() else None
 
 
-def whole(row: Row, key: str, default: int = 1) -> int:
-    value = number(row, key)
+def parse_integer(row: Row, key: str, default: int = 1) -> int:
+    value = parse_number(row, key)
     return default if value is None else int(value)
 
 
-def filled(row: Row) -> Row:
+def fill_defaults(row: Row) -> Row:
     """Returns the row with what its trainer does by default, and with what its notes say against its columns.
 
     Alpaca's rows, one by one, are cut at 512 tokens by its publishers (stanford_alpaca's train.py): one row, +132 % without it.
@@ -72,11 +72,11 @@ def filled(row: Row) -> Row:
         row[key] for key in ("micro_batch", "seq_len", "global_batch_seqs", "precision")
     ):
         changes |= {"micro_batch": "4", "precision": "bf16 (true)"}
-    stages, rows = whole(row, "pp"), number(row, "global_batch_seqs")
+    stages, rows = parse_integer(row, "pp"), parse_number(row, "global_batch_seqs")
     if trainer.one_micro_batch_per_stage and stages > 1 and not row["micro_batch"] and rows:
-        changes["micro_batch"] = str(max(1, round(rows / (mesh_of(row)[2] * stages))))
+        changes["micro_batch"] = str(max(1, round(rows / (build_mesh(row)[2] * stages))))
     if "Alpaca" in row["notes"] and row["seq_len"] and re.search(_SHORTER, row["notes"]):
-        changes["seq_len"] = str(min(whole(row, "seq_len"), 512))
+        changes["seq_len"] = str(min(parse_integer(row, "seq_len"), 512))
     if not row["activation_checkpointing"]:
         if "no checkpointing" in row["notes"]:
             changes["activation_checkpointing"] = "none"
@@ -85,43 +85,45 @@ def filled(row: Row) -> Row:
     return {**row, **changes}
 
 
-def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+def build_model(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """`model` of a recipe and the techniques that give it its feed-forward block.
 
     Two matrices or three, and a tied head or not: what comes closest to the number of parameters.
     """
     from preheat.models import presets
 
-    unit = 128 * whole(row, "tp") if whole(row, "tp") > 1 else 1  # rows of the vocabulary are split evenly
-    vocabulary = -(-whole(row, "vocab", VOCABULARY) // unit) * unit
+    unit = (
+        128 * parse_integer(row, "tp") if parse_integer(row, "tp") > 1 else 1
+    )  # rows of the vocabulary are split evenly
+    vocabulary = -(-parse_integer(row, "vocab", VOCABULARY) // unit) * unit
     name = re.sub(r"[^a-z0-9]", "", row["model"].lower())
     known = [preset for preset in presets.PRESETS if name and re.sub(r"[^a-z0-9]", "", preset) == name]
-    if number(row, "hidden") is None or number(row, "layers") is None:
+    if parse_number(row, "hidden") is None or parse_number(row, "layers") is None:
         if known:
             return {"preset": known[0]}, {}
         size = re.search(r"(\d+(?:\.\d+)?)\s*([BbM])\b", re.sub(r"(\d)b(\d)\b", r"\1.\2b", row["model"]))  # 7b1: 7.1b
         if size is None:
             raise Open("neither the model's sizes nor a name that is known")
         return {"size": f"{size[1]}{size[2].upper()}", "vocab_size": vocabulary}, {}
-    width, layers = whole(row, "hidden"), whole(row, "layers")
-    heads = whole(row, "heads", max(1, width // 128))
-    kv_heads = whole(row, "kv_heads", heads)
-    inner = whole(row, "ffn", 4 * width)
-    total = number(row, "params_b")
+    width, layers = parse_integer(row, "hidden"), parse_integer(row, "layers")
+    heads = parse_integer(row, "heads", max(1, width // 128))
+    kv_heads = parse_integer(row, "kv_heads", heads)
+    inner = parse_integer(row, "ffn", 4 * width)
+    total = parse_number(row, "params_b")
     attention = 2 * width * width + 2 * width * width * kv_heads // heads
 
-    def parameters(matrices: int, ends: int) -> float:
+    def parse_parameters(matrices: int, ends: int) -> float:
         return (layers * (attention + matrices * width * inner) + ends * vocabulary * width) / 1e9
 
     matrices, ends = min(
         ((m, e) for m in (3, 2) for e in (2, 1)),
-        key=lambda pair: abs(parameters(*pair) - total) if total else pair != (3, 2),
+        key=lambda pair: abs(parse_parameters(*pair) - total) if total else pair != (3, 2),
     )
-    if known and total and not 0.8 < parameters(matrices, ends) / total < 1.25:  # experts
+    if known and total and not 0.8 < parse_parameters(matrices, ends) / total < 1.25:  # experts
         return {"preset": known[0]}, {}
-    if total and not 0.8 < parameters(matrices, ends) / total < 1.25:
+    if total and not 0.8 < parse_parameters(matrices, ends) / total < 1.25:
         raise Open(
-            f"{total} billion parameters, and its sizes make {parameters(matrices, ends):.1f}: of another family"
+            f"{total} billion parameters, and its sizes make {parse_parameters(matrices, ends):.1f}: of another family"
         )
     made = {
         "family": "llama",
@@ -132,20 +134,20 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         "intermediate_size": inner if matrices == 3 else inner * 2 // 3,
         "vocab_size": vocabulary,
         "tie_embeddings": ends == 1,
-        "max_positions": max(whole(row, "seq_len", LENGTH), LENGTH),
+        "max_positions": max(parse_integer(row, "seq_len", LENGTH), LENGTH),
     }
     if width % heads:
         raise Open(f"{heads} heads do not divide a width of {width}")
     return made, {"feed_forward": {"activation": "gelu"}} if matrices == 2 else {}
 
 
-def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
+def build_mesh(row: Row) -> tuple[dict[str, Any], int, int]:
     """Returns the techniques that spread the run, its devices, and its data-parallel devices."""
-    tensor, pipeline, context = (whole(row, key) for key in ("tp", "pp", "cp"))
-    shares = whole(row, "dp_replicate", 8 if tensor * pipeline > 1 else 1) * whole(row, "dp_shard")
-    devices = whole(row, "n_gpus", shares * tensor * pipeline * context)
-    replicate, shard = whole(row, "dp_replicate"), whole(row, "dp_shard")
-    stage = whole(row, "zero_stage", 3 if shard > 1 else 0)
+    tensor, pipeline, context = (parse_integer(row, key) for key in ("tp", "pp", "cp"))
+    shares = parse_integer(row, "dp_replicate", 8 if tensor * pipeline > 1 else 1) * parse_integer(row, "dp_shard")
+    devices = parse_integer(row, "n_gpus", shares * tensor * pipeline * context)
+    replicate, shard = parse_integer(row, "dp_replicate"), parse_integer(row, "dp_shard")
+    stage = parse_integer(row, "zero_stage", 3 if shard > 1 else 0)
     rest = devices // (tensor * pipeline * context)
     if rest * tensor * pipeline * context != devices:
         raise Open(f"tensor {tensor} x pipeline {pipeline} x context {context} does not divide {devices} devices")
@@ -164,7 +166,7 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
         else:
             made["data_parallel"] = {}
             if (
-                stage == 1 or number(row, "zero_stage") is None
+                stage == 1 or parse_number(row, "zero_stage") is None
             ):  # who trains at such sizes shares out the optimizer's states at least
                 made["zero1"] = {}
     if tensor > 1:
@@ -174,17 +176,17 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
             again and trainer_of(row).gathers_again and row["sequence_parallel"] == "yes"
         )
         if "chunk" not in row["fused_or_chunked_ce"]:
-            made["tensor_parallel"]["rows"] = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
+            made["tensor_parallel"]["rows"] = parse_integer(row, "micro_batch") * parse_integer(row, "seq_len", LENGTH)
     if pipeline > 1:  # of several stages a device, one: as many layers are held, and `answer` shortens the bubble
         made["pipeline_parallel"] = {"degree": pipeline}
     if context > 1:
         made["context_parallel"] = {"degree": context}
-    if whole(row, "ep") > 1:
-        made["expert_parallel"] = {"degree": whole(row, "ep")}
+    if parse_integer(row, "ep") > 1:
+        made["expert_parallel"] = {"degree": parse_integer(row, "ep")}
     return made, devices, rest
 
 
-def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
+def build_precision(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     """fp8 and fp4 are of products alone. Weights that are sharded are fp32 and gathered in bf16; others are bf16 with fp32 masters."""
     said, adapts = row["precision"], row["method"] in ("lora", "qlora")
     made: dict[str, Any] = {}
@@ -197,33 +199,33 @@ def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     if adapts:
         mode = "bf16_weights"
     made["mixed_precision"] = {"mode": mode}
-    if in_eights(row) and not by_transformer_engine(row):
+    if is_in_eights(row) and not is_by_transformer_engine(row):
         made["fp8"] = {"recipe": "rowwise" if "row" in said else "tensorwise"}
     return made
 
 
-def in_eights(row: Row) -> bool:
+def is_in_eights(row: Row) -> bool:
     return row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
 
 
-def by_transformer_engine(row: Row) -> bool:
+def is_by_transformer_engine(row: Row) -> bool:
     """8 bits with no word of a compiler: casts are part of handwritten matmuls and norms, and attention is handwritten too."""
-    return in_eights(row) and trainer_of(row).transformer_engine and not row["compile"]
+    return is_in_eights(row) and trainer_of(row).transformer_engine and not row["compile"]
 
 
-def compiled(row: Row) -> bool:
+def is_compiled(row: Row) -> bool:
     """Casts to 8 bits are fused wherever they are worth it."""
-    return row["compile"] == "yes" or (in_eights(row) and row["compile"] != "no")
+    return row["compile"] == "yes" or (is_in_eights(row) and row["compile"] != "no")
 
 
-def as_timed(row: Row, recipe: Any) -> Any:
+def add_time_settings(row: Row, recipe: Any) -> Any:
     """Returns the recipe with what costs time and no memory.
 
     These are transformers' norms, gate and rotary embedding, which stay torch's operators if layers are recomputed, and
     the mean length of padded rows, of which the longest decide the memory.
     """
     trainer, techniques = trainer_of(row), dict(recipe.techniques)
-    by_operators = row["method"] != "pretrain" and not trainer.fused_norms and not compiled(row)
+    by_operators = row["method"] != "pretrain" and not trainer.fused_norms and not is_compiled(row)
     if by_operators and "fused" not in row["fused_or_chunked_ce"]:
         techniques.pop("fused_operators", None)
     batch = recipe.batch
@@ -232,22 +234,22 @@ def as_timed(row: Row, recipe: Any) -> Any:
     return replace(recipe, techniques=techniques, batch=batch)
 
 
-def keeps_as_transformers(row: Row) -> bool:
+def is_kept_as_transformers(row: Row) -> bool:
     """Who tunes without a compiler and recomputes nothing has transformers' own norms and, with adapters, dropout: both keep copies.
 
     Else norms are one operator: in tools for pretraining, and what a compiler fuses keeps as little (tests/unit/techniques/test_compile.py).
     """
     tunes = row["method"] != "pretrain" and not trainer_of(row).fused_norms
-    return tunes and not compiled(row) and row["activation_checkpointing"] != "full"
+    return tunes and not is_compiled(row) and row["activation_checkpointing"] != "full"
 
 
-def techniques_of(row: Row, layer_norm: bool) -> dict[str, Any]:
+def build_techniques(row: Row, layer_norm: bool) -> dict[str, Any]:
     """Returns the techniques of one device; `layer_norm`: norms are torch's LayerNorm, which is one operator everywhere."""
-    said, tunes, keeps = row["fused_or_chunked_ce"], row["method"] != "pretrain", keeps_as_transformers(row)
+    said, tunes, keeps = row["fused_or_chunked_ce"], row["method"] != "pretrain", is_kept_as_transformers(row)
     trainer = trainer_of(row)
     made: dict[str, Any] = {}
     if "fused" in said or (row["compile"] != "no" and (layer_norm or not keeps)):
-        made["fused_operators"] = {"gate": compiled(row)}
+        made["fused_operators"] = {"gate": is_compiled(row)}
     if "unfused" not in row["attention"] and "eager" not in row["attention"]:
         # cuDNN's attention is torch's choice on Hopper since 2.9, later than these runs.
         made["efficient_attention"] = {"kernel": "flash"}
@@ -258,17 +260,17 @@ def techniques_of(row: Row, layer_norm: bool) -> dict[str, Any]:
     }.get(row["activation_checkpointing"])
     if recompute is not None:
         made["activation_checkpointing"] = recompute
-    at_once = max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))
+    at_once = max(1, parse_integer(row, "micro_batch") * parse_integer(row, "seq_len", LENGTH))
     to_host = "chunk" in said and row["cpu_offload"] == "activations"  # what of logits is kept goes too
     if "fused linear" in said or to_host:
         made["chunked_loss"] = {"rows": 512}
     elif tunes and not said and trainer.loss_rows:
         made["chunked_loss"] = {"rows": trainer.loss_rows}
     elif "chunk" in said or (
-        not said and whole(row, "tp") == 1 and (trainer.loss_in_place or (tunes and trainer.chunks_logits))
+        not said and parse_integer(row, "tp") == 1 and (trainer.loss_in_place or (tunes and trainer.chunks_logits))
     ):
         made["chunked_loss"] = {"rows": at_once}  # and more, see `loss_of_others`
-    elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
+    elif is_compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
         # Their compilers fuse the loss too: logits and their gradients in half precision, about what ours takes for all rows at once.
         made["chunked_loss"] = {"rows": at_once}
     if row["cpu_offload"] == "activations":
@@ -285,7 +287,7 @@ def techniques_of(row: Row, layer_norm: bool) -> dict[str, Any]:
     elif "int8-weights" in optimizer:
         raise Open("weights of 8 bits that are trained: no technique has them")
     if row["method"] in ("lora", "qlora"):
-        made["lora"] = {"rank": whole(row, "lora_rank", 16)} | adapted(row)
+        made["lora"] = {"rank": parse_integer(row, "lora_rank", 16)} | find_adapted_layers(row)
     if row["method"] == "qlora":
         made["nf4"] = {}
     if "lora" in made and keeps and trainer.adapter_dropout:
@@ -293,7 +295,7 @@ def techniques_of(row: Row, layer_norm: bool) -> dict[str, Any]:
     return made
 
 
-def leaves_open(row: Row) -> bool:
+def is_underspecified(row: Row) -> bool:
     """Whether rows, lengths, optimizer or devices are not said, or are said to be fewer than the row's columns have them."""
     said = all(row[key] for key in ("micro_batch", "seq_len", "optimizer", "n_gpus"))
     return not said or bool(re.search(_SHORTER, row["notes"]))
@@ -302,7 +304,7 @@ def leaves_open(row: Row) -> bool:
 _MAPS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "mlp": r"mlp\.\w+_proj|mlp\.fc\d"}
 
 
-def adapted(row: Row) -> dict[str, str]:
+def find_adapted_layers(row: Row) -> dict[str, str]:
     """Returns the layers that adapters act on: those of the row's notes ("LoRA on q,v"), else the trainer's."""
     trainer, words = trainer_of(row), re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
     default = "all" if row["model"].startswith(trainer.adapts_all) else trainer.adapts[row["method"]]
@@ -311,14 +313,16 @@ def adapted(row: Row) -> dict[str, str]:
     return {"target_modules": rf".*\.({'|'.join(patterns)})"} if patterns else {}
 
 
-def micro_batches_of(row: Row, shares: int) -> int:
+def count_micro_batches(row: Row, shares: int) -> int:
     """Returns the micro-batches of a step on each of so many data-parallel devices."""
-    micro = whole(row, "micro_batch")
-    rows = whole(row, "global_batch_seqs", micro * shares * (4 * whole(row, "pp") if whole(row, "pp") > 1 else 1))
+    micro = parse_integer(row, "micro_batch")
+    rows = parse_integer(
+        row, "global_batch_seqs", micro * shares * (4 * parse_integer(row, "pp") if parse_integer(row, "pp") > 1 else 1)
+    )
     return max(1, round(rows / (micro * shares)))
 
 
-def recipe_of(row: Row, *, kept_sums: bool = True) -> Any:
+def build_recipe(row: Row, *, kept_sums: bool = True) -> Any:
     """Returns the row as a recipe.
 
     Trainers that do not shard weights keep sums of gradients in buffers from one step to the next. Ours are there from the second micro-batch, so
@@ -326,15 +330,15 @@ def recipe_of(row: Row, *, kept_sums: bool = True) -> Any:
     """
     from preheat import recipe as recipes
 
-    model, techniques = model_of(row)
-    spread, devices, shares = mesh_of(row)
-    micro = whole(row, "micro_batch")
-    steps = micro_batches_of(row, shares)
+    model, techniques = build_model(row)
+    spread, devices, shares = build_mesh(row)
+    micro = parse_integer(row, "micro_batch")
+    steps = count_micro_batches(row, shares)
     techniques |= (
-        techniques_of(row, "feed_forward" in techniques) | spread | precision_of(row, "fsdp" in spread, devices)
+        build_techniques(row, "feed_forward" in techniques) | spread | build_precision(row, "fsdp" in spread, devices)
     )
     if "data_parallel" in spread and row["method"] not in ("lora", "qlora") and kept_sums:
-        steps = max(steps, 1 + whole(row, "pp"))  # beside what a pipeline has on its way
+        steps = max(steps, 1 + parse_integer(row, "pp"))  # beside what a pipeline has on its way
     if "pipeline_parallel" in techniques:
         steps = max(steps, 2)
         techniques["pipeline_parallel"]["micro_batches"] = steps
@@ -345,7 +349,7 @@ def recipe_of(row: Row, *, kept_sums: bool = True) -> Any:
     values = {
         "name": "published",
         "model": model,
-        "batch": {"size": micro * shares * steps, "seq_len": whole(row, "seq_len", LENGTH)},
+        "batch": {"size": micro * shares * steps, "seq_len": parse_integer(row, "seq_len", LENGTH)},
         "stop": {"max_steps": 1},
         "optimizer": {"max_grad_norm": 0.0 if "optimizer_in_backward" in techniques else 1.0},
         "parallel": {"devices": devices},

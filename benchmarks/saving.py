@@ -32,7 +32,7 @@ techniques: {chunked_loss: {rows: 512}, efficient_attention: {}}
 STEPS = 3
 
 
-def step(b: Build) -> None:
+def run_step(b: Build) -> None:
     tokens = torch.randint(32000, (4, 129), generator=torch.Generator().manual_seed(0)).to(b.torch_device)
     batch = Batch(
         tokens=tokens[:, :-1],
@@ -53,7 +53,7 @@ def round_of(b: Build, saving: Saving | None, number: int) -> tuple[float, float
         saving.save(checkpoint.Progress(step=number))
     held = time.perf_counter() - start
     for _ in range(STEPS):
-        step(b)
+        run_step(b)
     return time.perf_counter() - start, held
 
 
@@ -70,7 +70,7 @@ def main() -> None:
         beside = Saving(b, Path(folder) / "beside")
         ways = {"no checkpoint": None, "between the steps": between, "beside the steps": beside}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        step(b)
+        run_step(b)
         for number in range(rounds + 1):
             for name, saving in ways.items():
                 made = round_of(b, saving, number + 1)

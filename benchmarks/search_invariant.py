@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preheat.cli.options.subject import subject_of
+from preheat.cli.options.subject import find_subject
 from preheat.core import Numerics, Technique
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError
@@ -67,7 +67,7 @@ class Task:
         return f"{self.model} {self.method} on {many}{self.gpu or 'this CPU'}{allowed}{rows}"
 
     def request(self) -> Request:
-        subject = subject_of(
+        subject = find_subject(
             self.model,
             method=self.method,
             length=self.length,
@@ -111,7 +111,9 @@ class Change:
 
     @property
     def what(self) -> str:
-        return ", ".join(f"without {name}" if t is None else f"with {_text(t)}" for name, t in sorted(self.set.items()))
+        return ", ".join(
+            f"without {name}" if t is None else f"with {_format_change(t)}" for name, t in sorted(self.set.items())
+        )
 
 
 @dataclass
@@ -132,13 +134,13 @@ class Outcome:
     better: list[tuple[str, float]] = field(default_factory=list)
 
 
-def _text(t: Technique) -> str:
+def _format_change(t: Technique) -> str:
     if t.micro_batch_count() > 1:
         return f"{t.micro_batch_count()} micro-batches"
     return describe_techniques((t,))
 
 
-def single_changes(space: Space, added: Mapping[str, Technique]) -> Iterator[Change]:
+def iterate_single_changes(space: Space, added: Mapping[str, Technique]) -> Iterator[Change]:
     """Yields every change of one technique of an answer, and every other layout that differs in two techniques."""
     context = space.context(space.add_techniques(added.values()).recipe)
     for cls in space.searched():
@@ -160,7 +162,7 @@ def single_changes(space: Space, added: Mapping[str, Technique]) -> Iterator[Cha
                 yield Change(changed)
 
 
-def changed(added: Mapping[str, Technique], *changes: Change) -> tuple[Technique, ...]:
+def apply_changes(added: Mapping[str, Technique], *changes: Change) -> tuple[Technique, ...]:
     """Returns the techniques of an answer after some changes."""
     techniques: dict[str, Technique | None] = dict(added)
     for change in changes:
@@ -177,7 +179,7 @@ class Neighbourhood:
         base = self.plan(self.added.values())
         assert base is not None
         self.base = base
-        self.speed = self._speed(base, self.added.values())
+        self.speed = self._read_speed(base, self.added.values())
 
     def plan(self, added: Iterable[Technique], how: str = "few") -> Plan | None:
         """Returns the plan of the recipe with these techniques; None if they are refused."""
@@ -190,23 +192,23 @@ class Neighbourhood:
             return None
 
     def refused(self, *changes: Change) -> bool:
-        return bool(find_candidate_problems(self.space, self.space.add_techniques(changed(self.added, *changes))))
+        return bool(find_candidate_problems(self.space, self.space.add_techniques(apply_changes(self.added, *changes))))
 
-    def _speed(self, plan: Plan, added: Iterable[Technique]) -> float:
+    def _read_speed(self, plan: Plan, added: Iterable[Technique]) -> float:
         return self.space.over_run(plan.tokens_per_second, added)
 
     def gain(self, plan: Plan, added: Iterable[Technique]) -> float:
-        return self._speed(plan, added) / self.speed - 1
+        return self._read_speed(plan, added) / self.speed - 1
 
     def run(self) -> Outcome:
         outcome = Outcome()
-        singles = list(single_changes(self.space, self.added))
+        singles = list(iterate_single_changes(self.space, self.added))
         allowed = [c for c in singles if not self.refused(c)]
         alone = [c for c in singles if c not in allowed]
         effects: list[tuple[Change, float, float]] = []  # GiB more, tokens/s over those of the answer
         tell_every = time.monotonic()
         for n, change in enumerate(allowed):
-            plan = self.plan(changed(self.added, change))
+            plan = self.plan(apply_changes(self.added, change))
             if plan is None:
                 continue
             outcome.singles += 1
@@ -215,7 +217,7 @@ class Neighbourhood:
             if time.monotonic() - tell_every > 10:
                 tell_every = time.monotonic()
                 self.tell(f"{n + 1} of {len(allowed)} single changes")
-        pairs = [(a[0], b[0]) for a, b in itertools.combinations(effects, 2) if self._promising(a, b)]
+        pairs = [(a[0], b[0]) for a, b in itertools.combinations(effects, 2) if self._is_promising(a, b)]
         pairs += [
             (a, b)
             for a in alone
@@ -228,7 +230,7 @@ class Neighbourhood:
         )
         pairs = [pair for pair in pairs if not self.refused(*pair)]
         for n, pair in enumerate(pairs):
-            plan = self.plan(changed(self.added, *pair))
+            plan = self.plan(apply_changes(self.added, *pair))
             if plan is None:
                 continue
             outcome.pairs += 1
@@ -240,7 +242,7 @@ class Neighbourhood:
 
     def _take(self, outcome: Outcome, plan: Plan, changes: tuple[Change, ...]) -> float:
         """Counts a neighbour, with all its layers if it is faster by more than passes; returns its gain."""
-        added = changed(self.added, *changes)
+        added = apply_changes(self.added, *changes)
         gain = self.gain(plan, added)
         if not plan.fits or (gain <= outcome.gain and gain <= MOST):
             return gain
@@ -255,7 +257,7 @@ class Neighbourhood:
             outcome.best, outcome.gain = what, gain
         return gain
 
-    def _promising(self, a: tuple[Change, float, float], b: tuple[Change, float, float]) -> bool:
+    def _is_promising(self, a: tuple[Change, float, float], b: tuple[Change, float, float]) -> bool:
         """True if two changes together could be faster than the answer and fit, by their effects one by one."""
         if set(a[0].set) & set(b[0].set) or a[2] * b[2] < 1:
             return False
@@ -266,7 +268,7 @@ class Neighbourhood:
         return min(base + a[1] + b[1], together) <= room
 
 
-def row_of(task: Task, best: EvaluatedPlan, seconds: float, dry_runs: int, outcome: Outcome) -> dict[str, Any]:
+def build_row(task: Task, best: EvaluatedPlan, seconds: float, dry_runs: int, outcome: Outcome) -> dict[str, Any]:
     return {
         "task": task.name,
         "answer": describe_techniques(best.added, best.micro),
@@ -284,7 +286,7 @@ def row_of(task: Task, best: EvaluatedPlan, seconds: float, dry_runs: int, outco
     }
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def render_page(rows: list[dict[str, Any]]) -> str:
     """The results as a page."""
     bad = [row for row in rows if row["gain"] > MOST]
     verdict = (
@@ -330,10 +332,10 @@ def check(task: Task, tell: Callable[[str], None]) -> dict[str, Any]:
     best = result.best
     tell(
         f"{task.name}: {best.plan.tokens_per_second:,.0f} tokens/s, {best.plan.peak_gib:.1f} GiB in {seconds:.0f} s:"
-        f" {describe_techniques(best.added)}; {', '.join(_text(t) for t in best.added if t.micro_batch_count() > 1)}"
+        f" {describe_techniques(best.added)}; {', '.join(_format_change(t) for t in best.added if t.micro_batch_count() > 1)}"
     )
     outcome = Neighbourhood(space, best, tell).run()
-    return row_of(task, best, seconds, len(result.evaluated), outcome)
+    return build_row(task, best, seconds, len(result.evaluated), outcome)
 
 
 def main() -> None:
@@ -360,7 +362,7 @@ def main() -> None:
             order = [each.name for each in TASKS]
             ordered = sorted(rows.values(), key=lambda each: order.index(each["task"]))
             options.out.write_text(json.dumps(ordered, indent=1) + "\n")
-            options.out.with_suffix(".md").write_text(page(ordered))
+            options.out.with_suffix(".md").write_text(render_page(ordered))
     sys.exit(any(row["gain"] > MOST for row in rows.values()))
 
 

@@ -60,7 +60,9 @@ def prepare(folder: Path, steps: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
 
 
-def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: int, clock: Clock) -> dict[str, Any]:
+def train_ours(
+    name: str, folder: Path, examples: list[tuple[list[int], int]], steps: int, clock: Clock
+) -> dict[str, Any]:
     import numpy as np
 
     from preheat import recipe as recipes
@@ -92,7 +94,9 @@ def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: 
     return {"losses": losses, "weights": {n: p.detach().float() for n, p in made.parameters()}}
 
 
-def theirs(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: int, clock: Clock) -> dict[str, Any]:
+def train_theirs(
+    name: str, folder: Path, examples: list[tuple[list[int], int]], steps: int, clock: Clock
+) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
@@ -158,7 +162,7 @@ def theirs(name: str, folder: Path, examples: list[tuple[list[int], int]], steps
     return {"losses": losses, "weights": {n: p.detach().float() for n, p in model.named_parameters()}}
 
 
-def work(name: str, folder: Path, steps: int) -> None:
+def run_training(name: str, folder: Path, steps: int) -> None:
     """One training in this process; prints what it found."""
     examples = json.loads((folder / "examples.json").read_text())
     if name in TRL:
@@ -167,16 +171,16 @@ def work(name: str, folder: Path, steps: int) -> None:
         for needed in ("transformers.models.llama.modeling_llama", "preheat.engine.builder", "preheat.engine.step"):
             importlib.import_module(needed)
     clock = Clock()
-    found = (theirs if name in TRL else ours)(name, folder, examples, steps, clock)
+    found = (train_theirs if name in TRL else train_ours)(name, folder, examples, steps, clock)
     tokens = [sum(len(row) for row, _ in examples[n * EXAMPLES : (n + 1) * EXAMPLES]) for n in range(steps)]
     seconds = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
     peak = clock.peak - clock.after_imports
-    after = held_out_loss(folder, found["weights"], examples[-HELD_OUT:])
+    after = evaluate_held_out(folder, found["weights"], examples[-HELD_OUT:])
     speed = sum(tokens[UNTIMED:]) / sum(seconds[UNTIMED:])
     print("\n" + json.dumps({"speed": speed, "peak": peak, "after": after, "losses": found["losses"]}), flush=True)
 
 
-def held_out_loss(folder: Path, weights: dict[str, Any], examples: list[tuple[list[int], int]]) -> float:
+def evaluate_held_out(folder: Path, weights: dict[str, Any], examples: list[tuple[list[int], int]]) -> float:
     """Nats a token of the answers, one example at a time, in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -195,7 +199,7 @@ def held_out_loss(folder: Path, weights: dict[str, Any], examples: list[tuple[li
     return total / count
 
 
-def turns(names: list[str], repeats: int) -> Iterator[str]:
+def iterate_turns(names: list[str], repeats: int) -> Iterator[str]:
     for n in range(repeats):
         yield from names[n % len(names) :] + names[: n % len(names)]
 
@@ -208,14 +212,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sft_vs_trl.md"))
     options = parser.parse_args()
     if options.work:
-        work(options.work[0], Path(options.work[1]), options.steps)
+        run_training(options.work[0], Path(options.work[1]), options.steps)
         return
     names = [*TRL, *OURS]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), options.steps)
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-        for name in turns(names, options.repeats):
+        for name in iterate_turns(names, options.repeats):
             command = [sys.executable, __file__, "--steps", str(options.steps), "--work", name, folder]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -244,13 +248,13 @@ def main() -> None:
         middle = {key: statistics.median(one[key] for one in found) for key in ("speed", "peak", "after")}
         last = statistics.fmean(found[0]["losses"][-5:])
         lines.append(
-            f"| {name} | {middle['speed']:,.0f} | {_spread(fast)} | {middle['peak'] / 2**20:,.0f} | {_spread(small)} | {middle['after']:.4f} | {last:.4f} |"
+            f"| {name} | {middle['speed']:,.0f} | {_format_spread(fast)} | {middle['peak'] / 2**20:,.0f} | {_format_spread(small)} | {middle['after']:.4f} | {last:.4f} |"
         )
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 
-def _spread(values: list[float]) -> str:
+def _format_spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} x ({min(values):.2f} to {max(values):.2f})"
 
 

@@ -36,7 +36,7 @@ def cast(model: Any, dtype: torch.dtype) -> None:
         p.data = p.data.to(dtype)
 
 
-def prompts_of(text: str, tokenizer: Any, count: int, length: int) -> list[list[int]]:
+def cut_prompts(text: str, tokenizer: Any, count: int, length: int) -> list[list[int]]:
     """One prompt of `length` tokens a document that is long enough; in order."""
     found: list[list[int]] = []
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -59,7 +59,7 @@ def tie(model: Any, prompt: list[int], plain: list[int], other: list[int]) -> fl
     return abs(a - b) / (max(abs(a), abs(b)) * torch.finfo(next(model.parameters()).dtype).eps)
 
 
-def compared(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
+def compare_prompts(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """All prompts in one dtype."""
     opened = load_model(options.model)
     model: Any = opened.build.trained[0]
@@ -73,7 +73,7 @@ def compared(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
         cast(draft, DTYPES[dtype])
         settings = Sample(max_new_tokens=options.tokens, draft_model=options.draft, draft_tokens=options.draft_tokens)
         ways[f"draft {options.draft_tokens}"] = (settings, draft)
-    prompts = prompts_of(options.text.read_text(encoding="utf-8"), opened.tokenizer, options.count, options.length)
+    prompts = cut_prompts(options.text.read_text(encoding="utf-8"), opened.tokenizer, options.count, options.length)
     stop = frozenset({opened.tokenizer.eos_token_id} - {None})
 
     def write(name: str, prompt: list[int]) -> tuple[list[int], float, Timed]:
@@ -122,7 +122,7 @@ def compared(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, "parameters": sum(p.numel() for p in model.parameters()), "rows": rows}
 
 
-def markdown(made: dict[str, Any]) -> str:
+def render_markdown(made: dict[str, Any]) -> str:
     lines = [
         "# Speculative decoding against plain greedy decoding",
         "",
@@ -163,12 +163,12 @@ def main() -> int:
         "threads": torch.get_num_threads(),
         "length": options.length,
         "tokens": options.tokens,
-        "dtypes": [compared(options, dtype) for dtype in options.dtypes],
+        "dtypes": [compare_prompts(options, dtype) for dtype in options.dtypes],
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "speculative.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    (options.out / "speculative.md").write_text(markdown(made), encoding="utf-8")
-    print(markdown(made))
+    (options.out / "speculative.md").write_text(render_markdown(made), encoding="utf-8")
+    print(render_markdown(made))
     # In fp32 there is nothing to be excused: every text is the greedy one.
     return int(
         any(

@@ -29,7 +29,7 @@ from preheat.training.loop import train
 LENGTH, ROWS, BATCH = 128, 128, 8
 
 
-def recipe_of(
+def build_recipe(
     model: str, source: Path, techniques: str, *, steps: int, lr: float, tokenizer: Path, seed: int
 ) -> Recipe:
     return parse(
@@ -39,7 +39,7 @@ def recipe_of(
     )
 
 
-def held_out(recipe: Recipe, tokenizer: Path) -> float:
+def evaluate_held_out(recipe: Recipe, tokenizer: Path) -> float:
     """Loss of the recipe's model as it is built, before any step."""
     data = prepare(recipe.data, length=LENGTH, seed=recipe.seed, tokenizer=str(tokenizer))
     assert isinstance(data.validation, Rows)
@@ -77,11 +77,11 @@ def main() -> None:
         text = (options.data / "text/tinystories_train_excerpt.txt").read_text()
         source.write_text("\n".join(json.dumps({"text": part}) for part in re.split(r"\n(?=Once upon a time)", text)))
 
-        def row(what: str, model: Path, techniques: str, before: float | None = None) -> Path:
+        def measure_row(what: str, model: Path, techniques: str, before: float | None = None) -> Path:
             """Loss right after the change, and after training on, over the seeds; returns the last run."""
             ends, run = [], folder / "none"
             for seed in range(options.seeds):
-                recipe = recipe_of(
+                recipe = build_recipe(
                     f"{{path: {model}}}",
                     source,
                     techniques,
@@ -91,8 +91,11 @@ def main() -> None:
                     seed=seed,
                 )
                 if seed == 0:
-                    plain = recipe_of(f"{{path: {model}}}", source, "", steps=1, lr=1e-3, tokenizer=stories, seed=0)
-                    starts = [held_out(plain, stories) if before is None else before, held_out(recipe, stories)]
+                    plain = build_recipe(f"{{path: {model}}}", source, "", steps=1, lr=1e-3, tokenizer=stories, seed=0)
+                    starts = [
+                        evaluate_held_out(plain, stories) if before is None else before,
+                        evaluate_held_out(recipe, stories),
+                    ]
                 run = folder / re.sub(r"\W+", "-", f"{what} {seed}")
                 ends.append(float(train(recipe, out=run)["validation_loss"]))
             try:
@@ -108,17 +111,17 @@ def main() -> None:
             return run
 
         if options.part != "norms":
-            row("stories260K, 4 key-value heads, unchanged", stories, "")
-            two = row("stories260K, 4 -> 2", stories, "grouped_queries: {num_kv_heads: 2}")
-            row("stories260K, 4 -> 1", stories, "grouped_queries: {num_kv_heads: 1}")
-            row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "grouped_queries: {num_kv_heads: 1}")
+            measure_row("stories260K, 4 key-value heads, unchanged", stories, "")
+            two = measure_row("stories260K, 4 -> 2", stories, "grouped_queries: {num_kv_heads: 2}")
+            measure_row("stories260K, 4 -> 1", stories, "grouped_queries: {num_kv_heads: 1}")
+            measure_row("the model of the row 4 -> 2, 2 -> 1", two / "hf", "grouped_queries: {num_kv_heads: 1}")
         if options.part != "heads":
             sizes = "{family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 512, max_positions: 256}"
-            first = recipe_of(sizes, source, "", steps=options.first, lr=3e-3, tokenizer=stories, seed=0)
+            first = build_recipe(sizes, source, "", steps=options.first, lr=3e-3, tokenizer=stories, seed=0)
             train(first, out=folder / "gpt2")
             huggingface.write(folder / "gpt2", folder / "gpt2" / "hf")
-            row("GPT-2, LayerNorm, unchanged", folder / "gpt2/hf", "")
-            row("GPT-2, LayerNorm -> RMSNorm", folder / "gpt2/hf", "rms_norm: {}")
+            measure_row("GPT-2, LayerNorm, unchanged", folder / "gpt2/hf", "")
+            measure_row("GPT-2, LayerNorm -> RMSNorm", folder / "gpt2/hf", "rms_norm: {}")
 
 
 if __name__ == "__main__":

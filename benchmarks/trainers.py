@@ -1,7 +1,7 @@
 """Defaults of each trainer that the settings of a run leave out: one entry per trainer, with the sources that were read.
 
 An entry holds only facts that change memory or speed. A fact is listed if five rows of the published table depend on it, or if fewer rows would be more
-than 20 % wrong without it; the comment beside it says so. `trainer_of` finds the entry of a row, by its repository or else by what it is like.
+than 20 % wrong without it; the comment beside it says so. `find_trainer` finds the entry of a row, by its repository or else by what it is like.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["Row", "Trainer", "trainer_of"]
+__all__ = ["Row", "Trainer", "find_trainer"]
 
 Row = Mapping[str, str]
 Memory = Literal["allocated", "reserved", "nvidia-smi"]
@@ -313,7 +313,7 @@ RAN: tuple[tuple[str, str, Trainer], ...] = (
 )
 
 
-def trainer_of(row: Row) -> Trainer:
+def find_trainer(row: Row) -> Trainer:
     """Returns the trainer that ran a row, else the one that trains with such settings."""
     text = f"{row['notes']} {row['gpu']}"
     for repository, word, trainer in RAN:

@@ -31,7 +31,7 @@ PROMPT = LENGTH // 2
 Row = tuple[list[int], list[int], list[int]]
 
 
-def pairs(folder: Path, tokenizer: Any, count: int) -> list[Row]:
+def read_pairs(folder: Path, tokenizer: Any, count: int) -> list[Row]:
     """Prompt, preferred and other answer as token ids, cut to fit."""
     found: list[Row] = []
     for row in json.loads((folder / "instruct/dpo_en_demo.json").read_text(encoding="utf-8")):
@@ -56,7 +56,9 @@ def tokens(rows: list[Row], *, paired: bool) -> Tokens:
     return Tokens(ids, ends, marks, group=2 if paired else 1)
 
 
-def ours(model: Path, rows: list[Row], techniques: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_ours(
+    model: Path, rows: list[Row], techniques: str, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Loss of each step, and the adapter's first values."""
     recipe = recipes.parse(
         f"model: {{path: {model}}}\nbatch: {{size: {PAIRS}, seq_len: {LENGTH}}}\nstop: {{max_steps: {steps}}}\n"
@@ -75,7 +77,7 @@ def ours(model: Path, rows: list[Row], techniques: str, steps: int) -> tuple[lis
     return losses, first
 
 
-def theirs(
+def train_theirs(
     model: Path,
     rows: list[Row],
     tokenizer: Any,
@@ -187,7 +189,7 @@ def main() -> None:
     data = Path(os.environ.get("PREHEAT_DATA") or Path(__file__).parents[2] / "shared" / "data")
     model = data / "stories260K-hf"
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    rows = pairs(data, tokenizer, options.steps * PAIRS)
+    rows = read_pairs(data, tokenizer, options.steps * PAIRS)
     lines = [
         "# The same losses as TRL's trainers",
         "",
@@ -201,9 +203,9 @@ def main() -> None:
     for words, techniques, kind, adapted in CASES:
         if options.only not in words:
             continue
-        mine, first = ours(model, rows, techniques, options.steps)
+        mine, first = train_ours(model, rows, techniques, options.steps)
         with tempfile.TemporaryDirectory() as folder:
-            other = theirs(model, rows, tokenizer, kind, options.steps, folder, first if adapted else None)
+            other = train_theirs(model, rows, tokenizer, kind, options.steps, folder, first if adapted else None)
         assert len(mine) == len(other) == options.steps
         worst = max(abs(a - b) for a, b in zip(mine, other, strict=True))
         lines.append(f"| {words} | {mine[0]:.5f} | {mine[-1]:.5f} | {other[-1]:.5f} | {worst:.1e} |")

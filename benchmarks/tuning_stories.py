@@ -35,7 +35,7 @@ RATES = {
 QUESTIONS = 3000
 
 
-def preheat(*arguments: str) -> dict[str, Any]:
+def run_preheat(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "preheat", *arguments, "--json"], capture_output=True, text=True, check=False
     )
@@ -61,12 +61,12 @@ def run(
         "evaluate": {"rows": 128},
     }
     recipe = folder / f"{method}-{seed}.yaml"
-    techniques = f"techniques.efficient_attention={{}};techniques.chunked_loss={{}};{_keys(METHODS[method])}"
+    techniques = f"techniques.efficient_attention={{}};techniques.chunked_loss={{}};{_format_keys(METHODS[method])}"
     recipe.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
     settings = [part for setting in techniques.split(";") if setting for part in ("--set", setting)]
-    made = preheat("train", str(recipe), "--out", str(out), *settings)
+    made = run_preheat("train", str(recipe), "--out", str(out), *settings)
     plan = json.loads((out / "plan.json").read_text(encoding="utf-8"))["parameters"]
-    stories = preheat("eval", str(out), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256")
+    stories = run_preheat("eval", str(out), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256")
     return {
         "after": made["validation_loss"],
         "forgotten": stories["loss"],
@@ -76,7 +76,7 @@ def run(
     }
 
 
-def _keys(techniques: str) -> str:
+def _format_keys(techniques: str) -> str:
     import yaml
 
     return ";".join(f"techniques.{name}={json.dumps(value)}" for name, value in yaml.safe_load(techniques).items())
@@ -115,9 +115,9 @@ def main() -> None:
         (folder / "stories.txt").write_text(stories[:400_000], encoding="utf-8")
         with (options.data / "math/gsm8k_train.jsonl").open(encoding="utf-8") as file:
             (folder / "questions.jsonl").write_text("".join(itertools.islice(file, QUESTIONS)), encoding="utf-8")
-        known = preheat("eval", str(model), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256")[
-            "loss"
-        ]
+        known = run_preheat(
+            "eval", str(model), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256"
+        )["loss"]
         sources: dict[str, dict[str, Any]] = {
             "shakespeare": {
                 "source": str(options.data / "text/tinyshakespeare.txt"),
@@ -143,7 +143,7 @@ def main() -> None:
                 ]
                 for method in options.methods
             }
-            before = _before(model, sources[text], where)
+            before = _evaluate_base(model, sources[text], where)
             fall = before - statistics.mean(one["after"] for one in found[options.methods[0]])
             for method, runs in found.items():
                 mean = {key: statistics.mean(one[key] for one in runs) for key in runs[0]}
@@ -155,7 +155,7 @@ def main() -> None:
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _before(model: Path, source: dict[str, Any], folder: Path) -> float:
+def _evaluate_base(model: Path, source: dict[str, Any], folder: Path) -> float:
     """Loss of the base on the same validation rows: a run of one step at no rate to speak of."""
     recipe = folder / "before.yaml"
     values = {
@@ -168,7 +168,7 @@ def _before(model: Path, source: dict[str, Any], folder: Path) -> float:
         "evaluate": {"rows": 128},
     }
     recipe.write_text(json.dumps(values), encoding="utf-8")
-    return float(preheat("train", str(recipe), "--out", str(folder / "before"))["validation_loss"])
+    return float(run_preheat("train", str(recipe), "--out", str(folder / "before"))["validation_loss"])
 
 
 if __name__ == "__main__":

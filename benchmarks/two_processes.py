@@ -38,7 +38,7 @@ APART = "two that share nothing"
 MANY = {"one process": None, "data_parallel": "data_parallel", "fsdp": "fsdp", APART: None}
 
 
-def scaling(folder: Path, rounds: int, steps: int, rows: int) -> dict[str, list[dict[str, Any]]]:
+def measure_scaling(folder: Path, rounds: int, steps: int, rows: int) -> dict[str, list[dict[str, Any]]]:
     recipe = folder / "m15.yaml"
     recipe.write_text(RECIPE.format(model=MODEL, steps=steps, techniques=FAST, rows=rows), encoding="utf-8")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in MANY}
@@ -75,7 +75,7 @@ def run(recipe: Path, out: Path, more: list[str]) -> dict[str, Any]:
     return {"speed": speed, "peak": json.loads(done.stdout)["peak_gib"], "loss": made[-1]["loss"]}
 
 
-def overhead(folder: Path, turns: int) -> list[dict[str, float]]:
+def measure_overhead(folder: Path, turns: int) -> list[dict[str, float]]:
     """Seconds of three steps of both, of each turn."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -91,7 +91,7 @@ def overhead(folder: Path, turns: int) -> list[dict[str, float]]:
     return json.loads((folder / "overhead.json").read_text(encoding="utf-8"))
 
 
-def work(folder: Path, turns: int) -> None:
+def run_steps(folder: Path, turns: int) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -125,14 +125,14 @@ def work(folder: Path, turns: int) -> None:
     labels = torch.cat([tokens[:, 1:], torch.full((rows, 1), -100)], dim=1)
     positions = torch.arange(length).expand(rows, -1)
 
-    def by_preheat() -> float:
+    def time_preheat() -> float:
         batch = Batch(tokens, labels, positions, MaskSpec(), 2 * rows * (length - 1), tuple(range(rows)))
         loss = accumulate_gradients(ours, [batch])
         stats = update(ours, 1e-3)
         mean, *_ = torch.cat([(loss.total / loss.weight).float().reshape(1), stats]).tolist()
         return mean
 
-    def by_hand() -> float:
+    def time_by_hand() -> float:
         logits = bare(tokens, use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
@@ -144,7 +144,7 @@ def work(folder: Path, turns: int) -> None:
     found = []
     for turn in range(-1, turns):  # the first warms up
         seconds = {}
-        for name, step in (("preheat", by_preheat), ("hand", by_hand))[:: 1 if turn % 2 else -1]:
+        for name, step in (("preheat", time_preheat), ("hand", time_by_hand))[:: 1 if turn % 2 else -1]:
             dist.barrier()
             start = time.perf_counter()
             for _ in range(3):
@@ -167,11 +167,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/two_processes.md"))
     options = parser.parse_args()
     if options.work:
-        work(options.work, options.turns)
+        run_steps(options.work, options.turns)
         return
     with tempfile.TemporaryDirectory() as folder:
-        both = overhead(Path(folder), options.turns)
-        found = {rows: scaling(Path(folder), options.rounds, options.steps, rows) for rows in options.rows}
+        both = measure_overhead(Path(folder), options.turns)
+        found = {rows: measure_scaling(Path(folder), options.rounds, options.steps, rows) for rows in options.rows}
     import torch
 
     ratios = sorted(one["preheat"] / one["hand"] for one in both)

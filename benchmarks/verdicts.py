@@ -57,7 +57,7 @@ train(load_recipe("demo", sys.argv[5:]), out=sys.argv[2], watch=Cap("building", 
 """
 
 
-def planned(values: list[str]) -> dict[str, Any]:
+def plan_recipe(values: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "preheat", "plan", "demo", "--json", *settings(values)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
@@ -66,7 +66,7 @@ def planned(values: list[str]) -> dict[str, Any]:
     return made
 
 
-def ran(values: list[str], mib: int) -> tuple[bool, str]:
+def try_run(values: list[str], mib: int) -> tuple[bool, str]:
     """Whether it went through within the limit, and its last words."""
     beside = Path(__file__).parents[1] / "tests" / "e2e"
     with tempfile.TemporaryDirectory() as folder:
@@ -94,11 +94,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for n, values in enumerate(drawn(options.count, options.seed), 1):
         values = [*values, "stop.max_steps=3"]
-        made = planned(values)
+        made = plan_recipe(values)
         low, high = made["peak_gib_interval"]
         limit = made["peak_gib"] * draw.uniform(0.5, 1.6)
         verdict = "fits" if limit >= high else "does not" if limit < low else "not said"
-        through, words = ran(values, int(limit * 1024))
+        through, words = try_run(values, int(limit * 1024))
         wrong = (verdict == "fits") != through and verdict != "not said"
         row = {"settings": values, "peak_gib": made["peak_gib"], "limit_gib": limit, "verdict": verdict, "ran": through}
         rows.append({**row, "words": words} if not through else row)

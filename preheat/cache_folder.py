@@ -11,7 +11,7 @@ from pathlib import Path
 from preheat.errors import RunError
 from preheat.files import to_json
 
-__all__ = ["cache_folder", "is_private", "make_private", "own_folder", "require_storable", "store_json"]
+__all__ = ["cache_folder", "is_private", "make_private", "create_own_folder", "require_storable", "store_json"]
 
 
 def cache_folder() -> Path:
@@ -28,7 +28,7 @@ def make_private(folder: Path) -> None:
             missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def own_folder(folder: Path) -> bool:
+def create_own_folder(folder: Path) -> bool:
     """Creates a folder whose files are executed; returns True if only this user can write to it.
 
     Raises:
@@ -71,7 +71,7 @@ def store_json(path: Path, values: Mapping[str, object]) -> None:
                 os.unlink(partial.name)
                 raise
     except OSError as error:
-        raise _cannot_store(path, error) from None
+        raise _describe_store_error(path, error) from None
 
 
 def require_storable(path: Path) -> None:
@@ -84,10 +84,10 @@ def require_storable(path: Path) -> None:
         make_private(path.parent)
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise _cannot_store(path, error) from None
+        raise _describe_store_error(path, error) from None
 
 
-def _cannot_store(path: Path, error: OSError) -> RunError:
+def _describe_store_error(path: Path, error: OSError) -> RunError:
     return RunError(
         f"{path.parent}: cannot store the calibration there ({error.strerror}); "
         "set PREHEAT_CACHE to a folder that can be written"

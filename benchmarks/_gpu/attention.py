@@ -100,7 +100,7 @@ def run(case: Case, device: str = "cuda") -> dict[str, float]:
     Raises:
         RuntimeError: from torch, when the device has no such kernel.
     """
-    mask, length = _mask(case.mask, small=device == "cpu")
+    mask, length = _build_mask(case.mask, small=device == "cpu")
     torch.manual_seed(0)
     heads = 8
     # Laid out as projections make them: [rows, length, heads, dim] in memory.
@@ -110,8 +110,8 @@ def run(case: Case, device: str = "cuda") -> dict[str, float]:
     ]
     exact = [t.detach().double().requires_grad_() for t in tensors]
     scale = case.head_dim**-0.5
-    kernel: Callable[..., Tensor] = _kernel(case.kernel)
-    ours, truth = kernel(*tensors, mask, scale), _truth(exact, mask, scale)
+    kernel: Callable[..., Tensor] = _choose_kernel(case.kernel)
+    ours, truth = kernel(*tensors, mask, scale), _compute_truth(exact, mask, scale)
     slope = torch.randn(truth.shape).to(device, case.dtype)
     grads = torch.autograd.grad(ours, tensors, slope)
     wanted = torch.autograd.grad(truth, exact, slope.double())
@@ -119,7 +119,7 @@ def run(case: Case, device: str = "cuda") -> dict[str, float]:
     return {name: float(((a.double() - b).norm() / b.norm()).detach()) for name, a, b in pairs}
 
 
-def _mask(kind: Mask, *, small: bool) -> tuple[MaskSpec, int]:
+def _build_mask(kind: Mask, *, small: bool) -> tuple[MaskSpec, int]:
     """The mask and the length of its rows: documents of one token, of the whole row, of lengths that fill no block."""
     length, window = (100, 30) if small else (1000, 130)
     documents = ((length,), (length // 2, length // 10, length - length // 2 - length // 10), (1, length - 1))
@@ -127,7 +127,7 @@ def _mask(kind: Mask, *, small: bool) -> tuple[MaskSpec, int]:
     return MaskSpec(window=within, documents=documents if kind.startswith("documents") else None), length
 
 
-def _kernel(name: Kernel) -> Callable[..., Tensor]:
+def _choose_kernel(name: Kernel) -> Callable[..., Tensor]:
     if name == "varlen":
         return attend_varlen
     if name == "blocks":
@@ -137,7 +137,7 @@ def _kernel(name: Kernel) -> Callable[..., Tensor]:
     return functools.partial(sdpa_attention, kernel=name, varlen=False)
 
 
-def _truth(tensors: list[Tensor], mask: MaskSpec, scale: float) -> Tensor:
+def _compute_truth(tensors: list[Tensor], mask: MaskSpec, scale: float) -> Tensor:
     """All scores in memory, all in fp64."""
     q, k, v = tensors
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))

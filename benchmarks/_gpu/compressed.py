@@ -53,7 +53,7 @@ def check(method: str, run: Path, where: Where) -> dict[str, Any]:
     original: Any = load_model(run, device="cpu").build.trained[0]
     here: Any = load_model(folder, device=where.kind).build.trained[0]  # type: ignore[arg-type]
     figures = {"perplexity rise": summary.variants[0].perplexity_rise} | compare(here, original)
-    return within(figures, {"rounding to int8": CLIPPED} if method == "int8_static" else {})
+    return check_bounds(figures, {"rounding to int8": CLIPPED} if method == "int8_static" else {})
 
 
 def compare(model: Any, original: Any) -> dict[str, float]:
@@ -70,20 +70,20 @@ def compare(model: Any, original: Any) -> dict[str, float]:
 
     modules = find_quantized_modules(model)
     assert modules, "nothing is compressed"
-    plain = _plain(model, modules)
+    plain = _build_plain_copy(model, modules)
     figures: dict[str, float] = {}
     for label, rows in ROWS.items():
         tokens = torch.randint(model.config.vocab_size, (rows, 12), generator=torch.Generator().manual_seed(rows))
-        for key, error in _products(model, original, modules, tokens).items():
+        for key, error in _measure_products(model, original, modules, tokens).items():
             key = f"products, {label}" if key == "products" else key
             figures[key] = max(figures.get(key, 0.0), error)
-        figures[f"logits, {label}"] = _error(
+        figures[f"logits, {label}"] = _relative_error(
             compute_reference_logits(model, tokens), compute_reference_logits(plain, tokens)
         )
     return figures
 
 
-def within(figures: dict[str, float], wider: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+def check_bounds(figures: dict[str, float], wider: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """Returns figures that are within their bounds, or within the wider ones of a method.
 
     Raises:
@@ -100,13 +100,13 @@ def within(figures: dict[str, float], wider: Mapping[str, float] = MappingProxyT
     return figures
 
 
-def _error(value: Any, reference: Any) -> float:
+def _relative_error(value: Any, reference: Any) -> float:
     """Relative norm of the difference."""
     value, reference = value.detach().cpu().double(), reference.detach().cpu().double()
     return float((value - reference).norm() / reference.norm().clamp(min=1e-300))
 
 
-def _product(module: Any, x: Any) -> Any:
+def _compute_product(module: Any, x: Any) -> Any:
     """The result of a compressed module in fp64, from its codes and scales alone; inputs are rounded as its form says."""
     import torch
     from torch.nn import functional
@@ -134,7 +134,7 @@ def _product(module: Any, x: Any) -> Any:
     return functional.linear(x, weight, None if bias is None else bias.detach().cpu().double())
 
 
-def _products(model: Any, original: Any, modules: dict[str, Any], tokens: Any) -> dict[str, float]:
+def _measure_products(model: Any, original: Any, modules: dict[str, Any], tokens: Any) -> dict[str, float]:
     """The largest errors of compressed modules in a forward pass, each from the inputs that it gets there."""
     from torch.nn import functional
 
@@ -154,8 +154,8 @@ def _products(model: Any, original: Any, modules: dict[str, Any], tokens: Any) -
             else functional.embedding(x, weight)
         )
         key = f"rounding to {form['kind'].removesuffix('_embedding')}"
-        errors[key] = max(errors.get(key, 0.0), _error(output, exact))
-        errors["products"] = max(errors.get("products", 0.0), _error(output, _product(module, x)))
+        errors[key] = max(errors.get(key, 0.0), _relative_error(output, exact))
+        errors["products"] = max(errors.get("products", 0.0), _relative_error(output, _compute_product(module, x)))
 
     hooks = [module.register_forward_hook(functools.partial(compare_with, name)) for name, module in modules.items()]
     try:
@@ -166,7 +166,7 @@ def _products(model: Any, original: Any, modules: dict[str, Any], tokens: Any) -
     return errors
 
 
-def _plain(model: Any, modules: dict[str, Any]) -> Any:
+def _build_plain_copy(model: Any, modules: dict[str, Any]) -> Any:
     """A copy on the CPU in fp64 whose compressed modules multiply by dequantized weights."""
     from torch import nn
 
@@ -178,7 +178,7 @@ def _plain(model: Any, modules: dict[str, Any]) -> Any:
             self.of = [module]  # in a list, so that casts of the copy do not reach it
 
         def forward(self, x: Any) -> Any:
-            return _product(self.of[0], x)
+            return _compute_product(self.of[0], x)
 
     plain = copy.deepcopy(model).cpu().double()
     for name, module in modules.items():

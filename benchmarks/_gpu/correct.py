@@ -46,48 +46,48 @@ MISSING = re.compile(r"which is not installed|compute capability|[Ll]inux only|t
 
 def cases(where: Where) -> list[Case]:
     return [
-        *_operators(),
-        *_attention(where),
-        *_techniques(where),
-        *_recipes(),
+        *_list_operators(),
+        *_list_attention(where),
+        *_list_techniques(where),
+        *_list_recipes(),
         *_resume(),
-        *_out_of_memory(),
-        *_collectives(),
-        *_generation(),
-        *_written(),
+        *_list_out_of_memory(),
+        *_list_collectives(),
+        *_list_generation(),
+        *_list_written(),
     ]
 
 
 # --- operators against fp64 ---------------------------------------------------------------------------------------
 
 
-def _operators() -> list[Case]:
+def _list_operators() -> list[Case]:
     return [
-        Case("operators/rms norm", _rms_norm),
-        Case("operators/gated activation", _gated),
+        Case("operators/rms norm", _check_rms_norm),
+        Case("operators/gated activation", _check_gated),
         *(
-            Case(f"operators/loss by chunks, {kernel}", functools.partial(_loss, kernel))
+            Case(f"operators/loss by chunks, {kernel}", functools.partial(_check_loss, kernel))
             for kernel in ("loop", "torch", "liger")
         ),
-        Case("operators/four-bit NormalFloat", _nf4),
-        Case("operators/stochastic rounding", _rounding),
-        Case("operators/AdamW on bf16 weights", _adamw),
+        Case("operators/four-bit NormalFloat", _check_nf4),
+        Case("operators/stochastic rounding", _check_rounding),
+        Case("operators/AdamW on bf16 weights", _check_adamw),
     ]
 
 
-def _device(where: Where) -> Any:
+def _find_device(where: Where) -> Any:
     import torch
 
     return torch.device(where.kind)
 
 
-def _error(value: Any, reference: Any) -> float:
+def _relative_error(value: Any, reference: Any) -> float:
     """Relative norm of the difference."""
     difference = (value.double() - reference.double()).norm()
     return float(difference / reference.double().norm().clamp(min=1e-300))
 
 
-def _within(figures: dict[str, float], bounds: dict[str, float]) -> dict[str, Any]:
+def _check_bounds(figures: dict[str, float], bounds: dict[str, float]) -> dict[str, Any]:
     beyond = [
         f"{key} is {figures[key]:.2e}, more than {bound:.0e}"
         for key, bound in bounds.items()
@@ -98,7 +98,7 @@ def _within(figures: dict[str, float], bounds: dict[str, float]) -> dict[str, An
     return figures
 
 
-def _against_fp64(
+def _compare_with_fp64(
     make: Callable[..., Any], reference: Callable[..., Any], inputs: list[Any], bound: float
 ) -> dict[str, Any]:
     """Errors of a function's result and of its gradients by all inputs."""
@@ -110,19 +110,21 @@ def _against_fp64(
     slope = torch.randn_like(expected)
     expected.backward(slope)
     got.backward(slope.to(got.dtype))
-    figures = {"forward": _error(got.detach(), expected.detach())}
-    figures |= {f"gradient {n}": _error(a.grad, b.grad) for n, (a, b) in enumerate(zip(narrow, wide, strict=True))}
-    return _within(figures, dict.fromkeys(figures, bound))
+    figures = {"forward": _relative_error(got.detach(), expected.detach())}
+    figures |= {
+        f"gradient {n}": _relative_error(a.grad, b.grad) for n, (a, b) in enumerate(zip(narrow, wide, strict=True))
+    }
+    return _check_bounds(figures, dict.fromkeys(figures, bound))
 
 
-def _drawn(where: Where, *shape: int, dtype: Any = None) -> Any:
+def _draw_tensor(where: Where, *shape: int, dtype: Any = None) -> Any:
     import torch
 
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(_device(where), dtype or torch.float32)
+    return torch.randn(*shape, generator=generator).to(_find_device(where), dtype or torch.float32)
 
 
-def _rms_norm(where: Where) -> dict[str, Any]:
+def _check_rms_norm(where: Where) -> dict[str, Any]:
     import torch
 
     from preheat.ops.fused_norm_gate import rms_norm
@@ -130,27 +132,27 @@ def _rms_norm(where: Where) -> dict[str, Any]:
     rows, width = (64, 96) if where.tiny else (4096, 4096)
     figures: dict[str, Any] = {}
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        x, weight = _drawn(where, rows, width, dtype=dtype), 1 + 0.1 * _drawn(where, width, dtype=dtype)
+        x, weight = _draw_tensor(where, rows, width, dtype=dtype), 1 + 0.1 * _draw_tensor(where, width, dtype=dtype)
 
         def reference(x: Any, weight: Any) -> Any:
             return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
-        errors = _against_fp64(lambda x, w: rms_norm(x, w, 1e-6), reference, [x, weight], bound)
+        errors = _compare_with_fp64(lambda x, w: rms_norm(x, w, 1e-6), reference, [x, weight], bound)
         figures |= {f"{str(dtype).removeprefix('torch.')} {key}": value for key, value in errors.items()}
     return figures
 
 
-def _gated(where: Where) -> dict[str, Any]:
+def _check_gated(where: Where) -> dict[str, Any]:
     from torch.nn import functional
 
     from preheat.ops.fused_norm_gate import gated_silu
 
     shape = (32, 48) if where.tiny else (4096, 8192)
-    a, b = _drawn(where, *shape), _drawn(where, *reversed(shape)).view(shape)
-    return _against_fp64(gated_silu, lambda a, b: functional.silu(a) * b, [a, b], 1e-5)
+    a, b = _draw_tensor(where, *shape), _draw_tensor(where, *reversed(shape)).view(shape)
+    return _compare_with_fp64(gated_silu, lambda a, b: functional.silu(a) * b, [a, b], 1e-5)
 
 
-def _loss(kernel: str, where: Where) -> dict[str, Any]:
+def _check_loss(kernel: str, where: Where) -> dict[str, Any]:
     import torch
     from torch.nn import functional
 
@@ -162,13 +164,13 @@ def _loss(kernel: str, where: Where) -> dict[str, Any]:
     if kernel == "torch" and (missing := why_no_linear_cross_entropy()):
         raise Skip(missing)
     rows, width, vocabulary = (50, 32, 96) if where.tiny else (4096, 2048, 32000)
-    hidden, weight = _drawn(where, rows, width), _drawn(where, vocabulary, width) / math.sqrt(width)
-    labels = torch.arange(rows, device=_device(where)) * 7 % vocabulary
+    hidden, weight = _draw_tensor(where, rows, width), _draw_tensor(where, vocabulary, width) / math.sqrt(width)
+    labels = torch.arange(rows, device=_find_device(where)) * 7 % vocabulary
     labels[::5] = -100
     wide = [t.double().requires_grad_() for t in (hidden, weight)]
     expected = functional.cross_entropy(wide[0] @ wide[1].T, labels, ignore_index=-100, reduction="sum")
     expected.backward()
-    head = torch.nn.Linear(width, vocabulary, bias=False, device=_device(where))
+    head = torch.nn.Linear(width, vocabulary, bias=False, device=_find_device(where))
     head.weight = torch.nn.Parameter(weight)
     over: Any = {
         "loop": cross_entropy.sum_chunked_loss,
@@ -179,21 +181,21 @@ def _loss(kernel: str, where: Where) -> dict[str, Any]:
     loss = over(hidden.requires_grad_(), head, cross_entropy.CrossEntropy(), labels, **more)
     loss.backward()
     figures = {
-        "loss": _error(loss.detach(), expected.detach()),
-        "gradient hidden": _error(hidden.grad, wide[0].grad),
-        "gradient weight": _error(head.weight.grad, wide[1].grad),
+        "loss": _relative_error(loss.detach(), expected.detach()),
+        "gradient hidden": _relative_error(hidden.grad, wide[0].grad),
+        "gradient weight": _relative_error(head.weight.grad, wide[1].grad),
     }
-    return _within(figures, dict.fromkeys(figures, 1e-4))
+    return _check_bounds(figures, dict.fromkeys(figures, 1e-4))
 
 
-def _nf4(where: Where) -> dict[str, Any]:
+def _check_nf4(where: Where) -> dict[str, Any]:
     """The device's weights and products of four-bit weights against those of the CPU."""
     import torch
 
     from preheat.ops.quantization.nf4 import build_tables, dequantize, quantize
 
     shape = (96, 128) if where.tiny else (4096, 4096)
-    weight = _drawn(where, *shape)
+    weight = _draw_tensor(where, *shape)
     figures = {}
     for double in (True, False):
         packed = quantize(weight, double=double)
@@ -202,19 +204,19 @@ def _nf4(where: Where) -> dict[str, Any]:
         different = (packed.codes.cpu() != there.codes).float().mean()
         figures[f"{scales}: codes that differ"] = float(different)
         for dtype in (torch.float32, torch.bfloat16):
-            value = dequantize(packed, shape, dtype, build_tables(_device(where)))
+            value = dequantize(packed, shape, dtype, build_tables(_find_device(where)))
             reference = dequantize(there, shape, torch.float32, build_tables())
-            figures[f"{scales}: {str(dtype).removeprefix('torch.')}"] = _error(value.cpu(), reference)
-    return _within(figures, {key: 3e-3 if "bfloat16" in key else 1e-3 for key in figures})
+            figures[f"{scales}: {str(dtype).removeprefix('torch.')}"] = _relative_error(value.cpu(), reference)
+    return _check_bounds(figures, {key: 3e-3 if "bfloat16" in key else 1e-3 for key in figures})
 
 
-def _rounding(where: Where) -> dict[str, Any]:
+def _check_rounding(where: Where) -> dict[str, Any]:
     import torch
 
     from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
     count = 1 << (12 if where.tiny else 24)
-    value = torch.full((count,), 1 + 2**-10, device=_device(where))
+    value = torch.full((count,), 1 + 2**-10, device=_find_device(where))
     out = torch.empty_like(value, dtype=torch.bfloat16)
     stochastic_round_(out, value.clone())
     mean = float(out.double().mean())
@@ -225,38 +227,38 @@ def _rounding(where: Where) -> dict[str, Any]:
         "expected": 2**-10,
         "standard deviations off": abs(mean - 1 - 2**-10) / deviation,
     }
-    return _within(figures, {"standard deviations off": 5.0})
+    return _check_bounds(figures, {"standard deviations off": 5.0})
 
 
-def _adamw(where: Where) -> dict[str, Any]:
+def _check_adamw(where: Where) -> dict[str, Any]:
     """The moments of the optimizer for bf16 weights against torch's in fp32, and that small updates are not lost."""
     import torch
 
     from preheat.ops.optim.optimizers import StochasticAdamW
 
     shape = (64, 33) if where.tiny else (2048, 2049)
-    start = _drawn(where, *shape, dtype=torch.bfloat16)
+    start = _draw_tensor(where, *shape, dtype=torch.bfloat16)
     ours = torch.nn.Parameter(start.clone())
     theirs = torch.nn.Parameter(start.float())
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     optimizers: list[Any] = [StochasticAdamW([ours], **settings), torch.optim.AdamW([theirs], **settings)]
     for step in range(20):
-        slope = _drawn(where, *shape, dtype=torch.bfloat16) + step / 10
+        slope = _draw_tensor(where, *shape, dtype=torch.bfloat16) + step / 10
         ours.grad, theirs.grad = slope.clone(), slope.float()
         for optimizer in optimizers:
             optimizer.step()
     moved = (ours.detach().double() - start.double()).mean(), (theirs.detach().double() - start.double()).mean()
     figures = {
         "mean of the updates": abs(float(moved[0] / moved[1]) - 1),
-        "weights": _error(ours.detach(), theirs.detach()),
+        "weights": _relative_error(ours.detach(), theirs.detach()),
     }
-    return _within(figures, {"mean of the updates": 0.02, "weights": 0.02})
+    return _check_bounds(figures, {"mean of the updates": 0.02, "weights": 0.02})
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
-def _attention(where: Where) -> list[Case]:
+def _list_attention(where: Where) -> list[Case]:
     from _gpu import attention
 
     named = {str(case): case for case in attention.cases(where.kind)}
@@ -267,13 +269,13 @@ def _attend(case: Any, where: Where) -> dict[str, Any]:
     from _gpu import attention
 
     figures = attention.run(case, where.kind)
-    return _within(figures, dict.fromkeys(figures, case.bound))
+    return _check_bounds(figures, dict.fromkeys(figures, case.bound))
 
 
 # --- techniques ---------------------------------------------------------------------------------------------------
 
 
-def _techniques(where: Where) -> list[Case]:
+def _list_techniques(where: Where) -> list[Case]:
     from preheat.core import registry
     from tests.contract.settings import FURTHER
 
@@ -281,16 +283,16 @@ def _techniques(where: Where) -> list[Case]:
         (name, {}) for name in sorted(registry()) if name not in SPREAD
     ] + FURTHER
     return [
-        Case(f"techniques/{_words(name, settings)}", functools.partial(_technique, {name: settings}))
+        Case(f"techniques/{_describe_settings(name, settings)}", functools.partial(_check_technique, {name: settings}))
         for name, settings in settings_of
     ]
 
 
-def _words(name: str, settings: dict[str, Any]) -> str:
+def _describe_settings(name: str, settings: dict[str, Any]) -> str:
     return f"{name} {json.dumps(settings)}" if settings else name
 
 
-def _recipes() -> list[Case]:
+def _list_recipes() -> list[Case]:
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
 
@@ -301,11 +303,11 @@ def _recipes() -> list[Case]:
         except RecipeError:
             continue  # a chain of `compress`
         techniques = {key: t for key, t in recipes.to_values(recipe)["techniques"].items() if key not in SPREAD}
-        selected.append(Case(f"recipes/{name}", functools.partial(_technique, techniques)))
+        selected.append(Case(f"recipes/{name}", functools.partial(_check_technique, techniques)))
     return selected
 
 
-def _complete(techniques: dict[str, dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+def _add_required(techniques: dict[str, dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
     """With what brings the tags that these techniques need."""
     from preheat.core import registry
     from tests.contract.settings import BRINGS
@@ -315,7 +317,7 @@ def _complete(techniques: dict[str, dict[str, Any]], kind: str) -> dict[str, dic
     return techniques | {BRINGS[tag]: {} for tag in sorted(missing)}
 
 
-def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
+def _build_recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
     """A small model of a family that serves these techniques; on a GPU with heads of 64, which its kernels take."""
     from preheat import recipe as recipes
     from tests.conftest import tiny
@@ -324,7 +326,7 @@ def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
     family = next((FAMILY[name] for name in techniques if name in FAMILY), "llama")
     length = min((LONGEST[name] for name in techniques if name in LONGEST), default=128)
     more = [] if where.tiny else ["model.hidden_size=256", f"batch.seq_len={length}"]
-    techniques = {name: _fitted(name, settings) for name, settings in techniques.items()}
+    techniques = {name: _fit_settings(name, settings) for name, settings in techniques.items()}
     return recipes.override(
         tiny(family=family),
         *more,
@@ -333,7 +335,7 @@ def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
     )
 
 
-def _fitted(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _fit_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of a shipped recipe for a batch of four short rows."""
     if name == "gradient_accumulation" and "steps" in settings:
         return settings | {"steps": min(settings["steps"], 2)}
@@ -344,7 +346,7 @@ def _fitted(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str, Any]:
+def _check_technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str, Any]:
     """Gradients of a step against the CPU's from the same weights; a second step in which nothing may be read from the device."""
     import torch
 
@@ -359,31 +361,31 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
     from tests.contract.settings import CANNOT_RUN_HERE
     from tests.contract.test_techniques import step
 
-    chosen = _complete(techniques, where.kind)
-    recipe = _recipe(chosen, where)
+    chosen = _add_required(techniques, where.kind)
+    recipe = _build_recipe(chosen, where)
     device = probe(where.kind)
     torch.manual_seed(0)
     try:
         model = build(recipe, vocabulary=96, device=device)
     except RecipeError as error:
-        raise _refusal(str(error), chosen) from None
+        raise _classify_refusal(str(error), chosen) from None
     kinds = {registry()[name].numerics for name in chosen}
     # A technique that runs on a CPU is compared with its own build there; for any other the reference leaves it out.
     reference = recipe
     if where.kind == "cuda" and (others := [name for name in chosen if name in CANNOT_RUN_HERE]):
         left = {name: settings for name, settings in chosen.items() if name not in others}
-        reference = _recipe(left, where)
+        reference = _build_recipe(left, where)
     if chosen.get("efficient_attention", {}).get("kernel"):
         reference = recipes.override(reference, "techniques.efficient_attention.kernel=auto")
     try:
         expected = build(reference, vocabulary=96, device=DEVICE)
     except RecipeError as error:
-        raise _refusal(f"no reference on a CPU: {error}", chosen) from None
+        raise _classify_refusal(f"no reference on a CPU: {error}", chosen) from None
     _copy_weights(expected, model)
     batch = uneven(length=recipe.batch.seq_len, examples=examples_of(recipe))
-    with _same_noise():
+    with _fix_noise():
         loss, slopes = step(model, batch)
-    with _same_noise():
+    with _fix_noise():
         loss_there, slopes_there = step(expected, batch)
     both = sorted(slopes.keys() & slopes_there.keys())
     flat = [
@@ -403,10 +405,10 @@ def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str,
         raise Wrong(f"the cosine is to be {least} at least, norm and loss within {most:.0%}", figures)
     if update(model, 0.01).tolist()[1] != 1:
         raise Wrong("the gradients are not finite", figures)
-    return figures | {"read from the device": _reads(model, batch, where)}
+    return figures | {"read from the device": _list_reads(model, batch, where)}
 
 
-def _refusal(message: str, chosen: dict[str, Any]) -> Skip | Wrong:
+def _classify_refusal(message: str, chosen: dict[str, Any]) -> Skip | Wrong:
     """A skip if the machine or the small model cannot have this technique; any other refusal is a fault of the case."""
     from tests.contract.settings import CANNOT_RUN_HERE
 
@@ -417,17 +419,17 @@ def _refusal(message: str, chosen: dict[str, Any]) -> Skip | Wrong:
 
 
 @contextmanager
-def _same_noise() -> Iterator[None]:
+def _fix_noise() -> Iterator[None]:
     """Makes `uniform_` draw the same noise each time and on each device, whose generators differ."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
 
-    def uniform(tensor: Any, low: float = 0.0, high: float = 1.0, **_: Any) -> Any:
+    def draw_uniform(tensor: Any, low: float = 0.0, high: float = 1.0, **_: Any) -> Any:
         return tensor.copy_(torch.rand(tensor.shape, generator=generator) * (high - low) + low)
 
     before = torch.Tensor.uniform_
-    torch.Tensor.uniform_ = uniform  # type: ignore[method-assign, assignment]
+    torch.Tensor.uniform_ = draw_uniform  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -446,7 +448,7 @@ def _copy_weights(source: Any, target: Any) -> None:
                     tensor.copy_(tensors[name])
 
 
-def _reads(model: Any, batch: Any, where: Where) -> str:
+def _list_reads(model: Any, batch: Any, where: Where) -> str:
     """What a step reads from the device, which makes the host wait: none is to."""
     import torch
 
@@ -492,7 +494,7 @@ techniques: {techniques}
 """
 
 
-def _preheat(where: Where, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run_preheat(where: Where, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command, which is to succeed."""
     command = wrap_in_parent_death([sys.executable, "-m", "preheat", *arguments])
     done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
@@ -513,11 +515,11 @@ def _write_recipe(
     return file.name
 
 
-def _trained(where: Where) -> Path:
+def _train_run(where: Where) -> Path:
     """A run that the cases share."""
     folder = Path(where.folder) / "trained"
     if not folder.exists():
-        _preheat(
+        _run_preheat(
             where,
             "train",
             _write_recipe(where, "trained", "{mixed_precision: {}, efficient_attention: {}}"),
@@ -530,23 +532,25 @@ def _trained(where: Where) -> Path:
 def _resume() -> list[Case]:
     plain = "{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {}}"
     return [
-        Case("resume/deterministic", functools.partial(_resumed, plain, ", deterministic: true", True), seconds=150),
-        Case("resume/as it comes", functools.partial(_resumed, plain, "", False), seconds=150),
+        Case(
+            "resume/deterministic", functools.partial(_check_resume, plain, ", deterministic: true", True), seconds=150
+        ),
+        Case("resume/as it comes", functools.partial(_check_resume, plain, "", False), seconds=150),
     ]
 
 
-def _resumed(techniques: str, more: str, exact: bool, where: Where) -> dict[str, Any]:
+def _check_resume(techniques: str, more: str, exact: bool, where: Where) -> dict[str, Any]:
     """A run that has lost everything after step 4 and goes on, against one that was never broken off."""
     from safetensors.torch import load_file
 
     name = "deterministic" if exact else "plain"
     recipe = _write_recipe(where, name, techniques, more)
     whole, again = Path(where.folder) / f"{name}-whole", Path(where.folder) / f"{name}-again"
-    _preheat(where, "train", recipe, "--out", whole.name)
+    _run_preheat(where, "train", recipe, "--out", whole.name)
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "step-8")
     (again / "metrics.jsonl").unlink()
-    _preheat(where, "train", recipe, "--out", again.name, "--resume")
+    _run_preheat(where, "train", recipe, "--out", again.name, "--resume")
     states = [
         {
             name: value
@@ -562,13 +566,15 @@ def _resumed(techniques: str, more: str, exact: bool, where: Where) -> dict[str,
     figures = {
         "tensors": len(names),
         "that differ": len(differ),
-        "largest difference": max((_error(states[1][n].float(), states[0][n].float()) for n in differ), default=0.0),
+        "largest difference": max(
+            (_relative_error(states[1][n].float(), states[0][n].float()) for n in differ), default=0.0
+        ),
     }
     if states[0].keys() != states[1].keys() or not names:
         raise Wrong("the checkpoints hold other tensors", figures)
     if differ and (exact or where.kind == "cpu"):
         raise Wrong(f"{differ[0]} is not the same bit for bit", figures)
-    return _within(figures, {"largest difference": 0.05})
+    return _check_bounds(figures, {"largest difference": 0.05})
 
 
 SHORT: dict[str, tuple[tuple[str, ...], int, int, str]] = {
@@ -586,11 +592,13 @@ SHORT: dict[str, tuple[tuple[str, ...], int, int, str]] = {
 OFTEN = ("stop.max_steps=4", "evaluate.every=2", "checkpoint.every=2")
 
 
-def _out_of_memory() -> list[Case]:
-    return [Case(f"out of memory/{phase}", functools.partial(_short, phase), seconds=150) for phase in SHORT]
+def _list_out_of_memory() -> list[Case]:
+    return [
+        Case(f"out of memory/{phase}", functools.partial(_check_short_memory, phase), seconds=150) for phase in SHORT
+    ]
 
 
-def _short(phase: str, where: Where) -> dict[str, Any]:
+def _check_short_memory(phase: str, where: Where) -> dict[str, Any]:
     """From a phase on a run gets little more memory than it has: it continues with less, or ends with one clear line."""
     phases, width, vocabulary, techniques = SHORT[phase]
     recipe = _write_recipe(where, f"short-{phase}", techniques, vocabulary=vocabulary, width=width)
@@ -626,14 +634,16 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
 # --- collectives of one rank --------------------------------------------------------------------------------------
 
 
-def _collectives() -> list[Case]:
+def _list_collectives() -> list[Case]:
     return [
-        Case("collectives/fully sharded", functools.partial(_one_rank, False), fresh=True, spoils=True),
-        Case("collectives/fully sharded, on the host", functools.partial(_one_rank, True), fresh=True, spoils=True),
+        Case("collectives/fully sharded", functools.partial(_check_one_rank, False), fresh=True, spoils=True),
+        Case(
+            "collectives/fully sharded, on the host", functools.partial(_check_one_rank, True), fresh=True, spoils=True
+        ),
     ]
 
 
-def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
+def _check_one_rank(offload: bool, where: Where) -> dict[str, Any]:
     """FSDP2 over a group of one: gradients of the plain model, and a checkpoint that reads back."""
     import torch
     import torch.distributed as dist
@@ -654,7 +664,7 @@ def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
     model, tokens = by_hand()
     plain, _ = by_hand()
     plain.load_state_dict(model.state_dict())
-    device = _device(where)
+    device = _find_device(where)
     plain.to(device)
     if not offload:
         model.to(device)
@@ -664,7 +674,7 @@ def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
         each(tokens, labels=tokens, use_cache=False).loss.backward()
     names = [name for name, _ in plain.named_parameters()]
     slopes = dict(model.named_parameters())
-    errors = [_error(slopes[n].grad.full_tensor().to(device), p.grad) for n, p in plain.named_parameters()]
+    errors = [_relative_error(slopes[n].grad.full_tensor().to(device), p.grad) for n, p in plain.named_parameters()]
     folder = Path(where.folder) / f"one-rank-{offload}"
     import torch.distributed.checkpoint as dcp
 
@@ -681,28 +691,28 @@ def _one_rank(offload: bool, where: Where) -> dict[str, Any]:
         "weights read back that differ": sum(not torch.equal(before[n], after[n]) for n in names),
     }
     dist.destroy_process_group()
-    return _within(figures, {"gradients": 1e-5, "weights read back that differ": 0})
+    return _check_bounds(figures, {"gradients": 1e-5, "weights read back that differ": 0})
 
 
 # --- generation, compression and exports of a run ----------------------------------------------------------------------------------------
 
 
-def _generation() -> list[Case]:
+def _list_generation() -> list[Case]:
     caches = {f"{cache} cache": f"cache={cache}" for cache in ("dynamic", "static", "int8")}
     ways = caches | {"compiled": "compile=true"}
     return [
-        Case(f"generation/{name}", functools.partial(_generated, setting), seconds=150)
+        Case(f"generation/{name}", functools.partial(_check_generated, setting), seconds=150)
         for name, setting in ways.items()
     ]
 
 
-def _text(where: Where, model: Path, *more: str) -> str:
-    done = _preheat(where, "generate", str(model), "--prompt", "def ", "--tokens", "24", "--json", *more)
+def _write_text(where: Where, model: Path, *more: str) -> str:
+    done = _run_preheat(where, "generate", str(model), "--prompt", "def ", "--tokens", "24", "--json", *more)
     output: str = json.dumps(json.loads(done.stdout), sort_keys=True)
     return output
 
 
-def _written_by(said: str) -> list[str]:
+def _read_generated(said: str) -> list[str]:
     """The texts of `generate --json`, wherever they stand in it."""
     texts: list[str] = []
 
@@ -719,11 +729,11 @@ def _written_by(said: str) -> list[str]:
     return texts
 
 
-def _generated(setting: str, where: Where) -> dict[str, Any]:
+def _check_generated(setting: str, where: Where) -> dict[str, Any]:
     """The greedy text with a kind of cache or a compiled model, against the growing cache in the same precision."""
-    run = _trained(where)
-    plain = _written_by(_text(where, run))
-    other = _written_by(_text(where, run, "--set", f"sample.{setting}"))
+    run = _train_run(where)
+    plain = _read_generated(_write_text(where, run))
+    other = _read_generated(_write_text(where, run, "--set", f"sample.{setting}"))
     figures = {"characters": len(plain[0]), "alike": sum(a == b for a, b in zip(plain[0], other[0], strict=False))}
     # Eight bits may change the choice between two likely tokens, but not the first, before which the cache is empty.
     same = other[0][:1] == plain[0][:1] if setting == "cache=int8" else plain == other
@@ -732,28 +742,29 @@ def _generated(setting: str, where: Where) -> dict[str, Any]:
     return figures
 
 
-def _written() -> list[Case]:
+def _list_written() -> list[Case]:
     methods = [
-        Case(f"compressed/{method}", functools.partial(_compressed, method), seconds=200)
+        Case(f"compressed/{method}", functools.partial(_check_compressed, method), seconds=200)
         for method in compressed.METHODS
     ]
     formats = [
-        Case(f"exports/{to}", functools.partial(_exported, to), seconds=200) for to in ("hf", "gguf", "onnx", "aoti")
+        Case(f"exports/{to}", functools.partial(_check_exported, to), seconds=200)
+        for to in ("hf", "gguf", "onnx", "aoti")
     ]
     return methods + formats
 
 
-def _compressed(method: str, where: Where) -> dict[str, Any]:
+def _check_compressed(method: str, where: Where) -> dict[str, Any]:
     """Products and logits of compressed weights on the device, against the same weights in fp64."""
-    return compressed.check(method, _trained(where), where)
+    return compressed.check(method, _train_run(where), where)
 
 
-def _exported(to: str, where: Where) -> dict[str, Any]:
+def _check_exported(to: str, where: Where) -> dict[str, Any]:
     """An export, which the command itself reads back and compares."""
     needed = {"onnx": "onnxruntime", "gguf": "gguf"}
     if to in needed and importlib.util.find_spec(needed[to]) is None:
         raise Skip(f"{needed[to]} is not installed")
-    run = _trained(where)
-    done = _preheat(where, "export", str(run), "--to", to, "--out", f"export-{to}", "--json")
+    run = _train_run(where)
+    done = _run_preheat(where, "export", str(run), "--to", to, "--out", f"export-{to}", "--json")
     figures = json.loads(done.stdout)
     return {key: value for key, value in figures.items() if isinstance(value, int | float | str)}

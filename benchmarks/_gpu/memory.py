@@ -49,16 +49,16 @@ RECIPES: list[tuple[str, str, int, int, dict[str, Any]]] = [
 
 def cases(where: Where) -> list[Case]:
     return [
-        Case("constants", _constants, seconds=60, fresh=True),
-        Case("rates", _rates, seconds=200),
+        Case("constants", _read_constants, seconds=60, fresh=True),
+        Case("rates", _measure_rates, seconds=200),
         *(
-            Case(f"recipes/{name}", functools.partial(_measured, shape, rows, length, techniques), seconds=120)
+            Case(f"recipes/{name}", functools.partial(_measure_recipe, shape, rows, length, techniques), seconds=120)
             for name, shape, rows, length, techniques in RECIPES
         ),
     ]
 
 
-def _seconds(work: Any, where: Where, turns: int = 20) -> float:
+def _time_call(work: Any, where: Where, turns: int = 20) -> float:
     """Median seconds of one call, warmed up."""
     import torch
 
@@ -75,7 +75,7 @@ def _seconds(work: Any, where: Where, turns: int = 20) -> float:
     return statistics.median(taken)
 
 
-def _constants(where: Where) -> dict[str, Any]:
+def _read_constants(where: Where) -> dict[str, Any]:
     """What a plan adds to tensors, and the rates that its roofline rests on."""
     import torch
 
@@ -95,25 +95,25 @@ def _constants(where: Where) -> dict[str, Any]:
         c = a @ b
         figures["cuBLAS workspace MiB"] = (torch.cuda.memory_allocated() - before - c.nbytes) / 2**20
         del c
-    figures["product TFLOP/s"] = 2 * size**3 / _seconds(lambda: a @ b, where) / 1e12
+    figures["product TFLOP/s"] = 2 * size**3 / _time_call(lambda: a @ b, where) / 1e12
     small = torch.zeros(1, device=device)
 
-    def many() -> None:
+    def repeat_call() -> None:
         for _ in range(1000):
             small.add_(1)
 
-    figures["launch microseconds"] = _seconds(many, where, 5) * 1000
+    figures["launch microseconds"] = _time_call(repeat_call, where, 5) * 1000
     large = torch.empty(size * size * 8, device=device, dtype=torch.uint8)
     other = torch.empty_like(large)
-    figures["copy on the device GB/s"] = 2 * large.nbytes / _seconds(lambda: other.copy_(large), where) / 1e9
+    figures["copy on the device GB/s"] = 2 * large.nbytes / _time_call(lambda: other.copy_(large), where) / 1e9
     if where.kind == "cuda":
         pinned = torch.empty(large.shape, dtype=torch.uint8, pin_memory=True)
-        figures["to the host GB/s"] = large.nbytes / _seconds(lambda: pinned.copy_(large), where, 5) / 1e9
-        figures["from the host GB/s"] = large.nbytes / _seconds(lambda: large.copy_(pinned), where, 5) / 1e9
+        figures["to the host GB/s"] = large.nbytes / _time_call(lambda: pinned.copy_(large), where, 5) / 1e9
+        figures["from the host GB/s"] = large.nbytes / _time_call(lambda: large.copy_(pinned), where, 5) / 1e9
     return figures
 
 
-def _rates(where: Where) -> dict[str, Any]:
+def _measure_rates(where: Where) -> dict[str, Any]:
     """Measures the device as a run's first plan does; the recipes below are planned by it."""
     from preheat.hardware.benchmark_rates import rates
     from preheat.hardware.probe import probe
@@ -132,7 +132,7 @@ def _rates(where: Where) -> dict[str, Any]:
     }
 
 
-def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], where: Where) -> dict[str, Any]:
+def _measure_recipe(shape: str, rows: int, length: int, techniques: dict[str, Any], where: Where) -> dict[str, Any]:
     import torch
 
     from preheat import recipe as recipes
@@ -181,10 +181,10 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
         }
     else:
         figures |= {"resident": taken.memory["peak_gib"], "planned": plan.peak_gib}
-    return within_bounds(figures) if where.kind == "cuda" else figures  # at tiny sizes the interpreter dominates
+    return check_bounds(figures) if where.kind == "cuda" else figures  # at tiny sizes the interpreter dominates
 
 
-def within_bounds(figures: dict[str, Any]) -> dict[str, Any]:
+def check_bounds(figures: dict[str, Any]) -> dict[str, Any]:
     """Returns the figures; raises `Wrong` if the plan is further off than BOUNDS."""
     beyond = [f"{key} by {figures[key]:+.0%}" for key, bound in BOUNDS.items() if not abs(figures[key]) <= bound]
     if beyond:

@@ -15,12 +15,12 @@ from typing import Any
 
 from _gpu.case import Case
 
-__all__ = ["digest_of", "in_order", "newest", "read", "summary", "table"]
+__all__ = ["compute_digest", "order_cases", "find_newest", "read", "summarize_results", "render_table"]
 
 RAN = ("ok", "wrong", "failed")
 
 
-def digest_of(sources: Iterable[Path]) -> str:
+def compute_digest(sources: Iterable[Path]) -> str:
     """Returns a digest of Python files and of all those in folders."""
     digest = hashlib.sha256()
     for source in sources:
@@ -35,10 +35,10 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def newest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def find_newest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns each case's newest result; cases that were not reached keep an older one."""
     kept: dict[str, dict[str, Any]] = {}
-    for row in sorted(rows, key=_when):
+    for row in sorted(rows, key=_format_time):
         if row["result"] not in ("left out", "cut off") or kept.get(row["case"], row)["result"] in (
             "left out",
             "cut off",
@@ -47,48 +47,48 @@ def newest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return kept
 
 
-def in_order(cases: Sequence[Case], earlier: Iterable[dict[str, Any]], code: str) -> list[Case]:
+def order_cases(cases: Sequence[Case], earlier: Iterable[dict[str, Any]], code: str) -> list[Case]:
     """Sorts cases: those that never ran, then those whose code changed or that were skipped, then the others; oldest first."""
-    results = newest(earlier)
+    results = find_newest(earlier)
 
-    def rank(case: Case) -> tuple[int, str]:
+    def rank_case(case: Case) -> tuple[int, str]:
         row = results.get(case.name)
         if row is None or row["result"] in ("left out", "cut off"):
             return 0, ""
-        return (2 if row["result"] in RAN and row.get("code") == code else 1), _when(row)
+        return (2 if row["result"] in RAN and row.get("code") == code else 1), _format_time(row)
 
-    return sorted(cases, key=rank)
+    return sorted(cases, key=rank_case)
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def summarize_results(rows: Sequence[dict[str, Any]]) -> str:
     """Returns how many cases ended how, in a line."""
     results = [row["result"] for row in rows]
     counts = ", ".join(f"{results.count(result)} {result}" for result in dict.fromkeys(results))
     return f"{len(rows)} cases: {counts or 'none ended'}."
 
 
-def table(part: str, rows: Sequence[dict[str, Any]], command: str) -> str:
+def render_table(part: str, rows: Sequence[dict[str, Any]], command: str) -> str:
     """Returns the results as Markdown, with a table for each machine."""
     lines = []
-    for machine, group in itertools.groupby(sorted(rows, key=_machine), key=_machine):
+    for machine, group in itertools.groupby(sorted(rows, key=_format_machine), key=_format_machine):
         results = list(group)
-        lines += [f"# {part} on {machine}", "", summary(results), "", f"    {command}", ""]
+        lines += [f"# {part} on {machine}", "", summarize_results(results), "", f"    {command}", ""]
         lines += ["| case | result | s | figures |", "|---|---|---|---|"]
         for row in results:
-            figures = ", ".join(f"{key} {_short(value)}" for key, value in row["figures"].items())
+            figures = ", ".join(f"{key} {_shorten(value)}" for key, value in row["figures"].items())
             text = "; ".join(filter(None, [row["why"], figures])).replace("|", "\\|")
             lines.append(f"| {row['case']} | {row['result']} | {row['seconds']:.1f} | {text} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _when(row: dict[str, Any]) -> str:
+def _format_time(row: dict[str, Any]) -> str:
     return str(row.get("at", ""))
 
 
-def _machine(row: dict[str, Any]) -> str:
+def _format_machine(row: dict[str, Any]) -> str:
     return row.get("machine") or "a machine that was not recorded"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from _gpu.case import Where
 
-__all__ = ["SHAPES", "recipe_of"]
+__all__ = ["SHAPES", "build_recipe"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "124M": {"family": "gpt2", "num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 50304},
@@ -19,7 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 """The shapes of GPT-2, Qwen2.5-0.5B (as a Llama, without its biases), Llama-3.2-1B and Llama-3.1-8B."""
 
 
-def recipe_of(
+def build_recipe(
     where: Where, shape: str, rows: int, length: int, techniques: dict[str, Any], steps: int, **more: str
 ) -> Any:
     """A recipe on real text.

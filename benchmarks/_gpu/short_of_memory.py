@@ -24,7 +24,7 @@ SMALLEST = 1 << 20  # bytes: smaller holes are left
 FILLING: list[Any] = []
 
 
-def limit(phase: str) -> None:
+def set_limit(phase: str) -> None:
     import torch
 
     print(LIMITED, file=sys.stderr)
@@ -56,22 +56,22 @@ def _fill_holes() -> None:
             size //= 2
 
 
-def short_from(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+def limit_from_call(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
     """The function with a limit that is set before its first or its second call."""
     calls, limited = 0, 1 if phase in FIRST else 2
 
     @functools.wraps(function)
-    def short(*arguments: Any, **named: Any) -> Any:
+    def call_limited(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == limited:
-            limit(phase)
+            set_limit(phase)
         return function(*arguments, **named)
 
-    return short
+    return call_limited
 
 
-def places() -> dict[str, tuple[Any, str]]:
+def find_phase_functions() -> dict[str, tuple[Any, str]]:
     """The function of each phase, as its owner and its name."""
     import torch
 
@@ -94,8 +94,8 @@ def main() -> int:
     from preheat.errors import PreheatError
 
     recipe, out, phase, *settings = sys.argv[1:]
-    owner, name = places()[phase]
-    setattr(owner, name, short_from(getattr(owner, name), phase))
+    owner, name = find_phase_functions()[phase]
+    setattr(owner, name, limit_from_call(getattr(owner, name), phase))
     try:
         preheat.train(preheat.load_recipe(recipe, settings), out=out)
     except PreheatError as error:

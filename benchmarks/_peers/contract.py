@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UNTIMED", "Clock", "Job", "memory", "read_job", "report"]
+__all__ = ["UNTIMED", "Clock", "Job", "read_memory", "read_job", "report"]
 
 UNTIMED = 3
 """Steps at the beginning that train but are not timed: allocator, caches and compilers settle there."""
@@ -61,7 +61,7 @@ def read_job() -> Job:
     return Job(**{**values, "betas": tuple(values["betas"])})
 
 
-def memory() -> dict[str, int]:
+def read_memory() -> dict[str, int]:
     """{"now", "peak"}: resident bytes of this process and their high-water mark, from the kernel (Linux)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
     return {"now": int(lines["VmRSS"].split()[0]) * 1024, "peak": int(lines["VmHWM"].split()[0]) * 1024}
@@ -74,13 +74,13 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self.after_imports = memory()["now"]
+        self.after_imports = read_memory()["now"]
         self.times: list[float] = []
         self.peak = 0
 
     def tick(self) -> None:
         self.times.append(time.perf_counter())
-        self.peak = memory()["peak"]  # here, so that saving at a trainer's end does not count
+        self.peak = read_memory()["peak"]  # here, so that saving at a trainer's end does not count
 
 
 def report(job: Job, clock: Clock, losses: list[float], packages: tuple[str, ...]) -> None:

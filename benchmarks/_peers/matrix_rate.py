@@ -14,21 +14,23 @@ from pathlib import Path
 import torch
 
 
-def best_rate(dtype: torch.dtype, largest: int, seconds: float = 4.0) -> tuple[float, int]:
+def find_best_rate(dtype: torch.dtype, largest: int, seconds: float = 4.0) -> tuple[float, int]:
     """FLOP/s of the largest product that takes at most `seconds` at the rate of the next smaller one, and its size.
 
     Without AVX512 a bf16 product of 4096 would take minutes, so it goes by one of 256, whose rate there is the same.
     """
     size = 256
     # Small products by their quickest: one that waits for a busy core must not decide that larger ones take too long.
-    measured = rate(dtype, size, seconds / 8, pick=min)
+    measured = measure_rate(dtype, size, seconds / 8, pick=min)
     while size < largest and 2 * min(4 * size, largest) ** 3 / measured <= seconds:
         size = min(4 * size, largest)
-        measured = rate(dtype, size, seconds) if size == largest else rate(dtype, size, seconds / 8, pick=min)
+        measured = (
+            measure_rate(dtype, size, seconds) if size == largest else measure_rate(dtype, size, seconds / 8, pick=min)
+        )
     return measured, size
 
 
-def rate(
+def measure_rate(
     dtype: torch.dtype, size: int, seconds: float, *, pick: Callable[[list[float]], float] = statistics.median
 ) -> float:
     """FLOP/s, by the median time, of [size, size] x [size, size] on random data, after a first product that is not counted."""
@@ -43,7 +45,7 @@ def rate(
     return 2 * size**3 / pick(times)
 
 
-def cpu() -> str:
+def name_cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -51,6 +53,6 @@ def cpu() -> str:
 
 
 if __name__ == "__main__":
-    measured = {"bf16": best_rate(torch.bfloat16, 4096), "fp32": best_rate(torch.float32, 2048)}
+    measured = {"bf16": find_best_rate(torch.bfloat16, 4096), "fp32": find_best_rate(torch.float32, 2048)}
     rates, sizes = ({kind: pair[i] for kind, pair in measured.items()} for i in (0, 1))
-    print(json.dumps({**rates, "size": sizes, "cpu": cpu(), "threads": torch.get_num_threads()}))
+    print(json.dumps({**rates, "size": sizes, "cpu": name_cpu(), "threads": torch.get_num_threads()}))

@@ -21,10 +21,10 @@ from preheat.engine.step import accumulate_gradients, update
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.probe import probe
 from preheat.recipe import Recipe, parse
-from preheat.training.lr_schedule import lr_factor
+from preheat.training.lr_schedule import compute_lr_factor
 
 
-def recipe_of(job: Job) -> Recipe:
+def build_recipe(job: Job) -> Recipe:
     """The job as a recipe. JSON is YAML, so that no value is written twice."""
     parts = {
         "name": "cpu-vs-peers",
@@ -46,7 +46,7 @@ def recipe_of(job: Job) -> Recipe:
     return parse(json.dumps(parts), where=job.name)
 
 
-def batches(job: Job, micro: int) -> Iterator[list[Batch]]:
+def iterate_batches(job: Job, micro: int) -> Iterator[list[Batch]]:
     """The rows of each step in micro-batches. Labels stand at their place: the last of a row has none, as with the Trainer."""
     tokens = torch.from_numpy(np.load(job.tokens)).long()
     labels = torch.cat([tokens[:, 1:], torch.full((len(tokens), 1), -100)], dim=1)
@@ -69,14 +69,14 @@ def batches(job: Job, micro: int) -> Iterator[list[Batch]]:
 
 def main() -> None:
     job, clock = read_job(), Clock()
-    recipe = recipe_of(job)
+    recipe = build_recipe(job)
     install_heap()  # as before every run of `preheat train`
     made = build(recipe, vocabulary=None, device=probe("cpu"))
     shape = made.slot(Slot.BATCH_SHAPE)(0.0)
     losses: list[float] = []
     clock.tick()
-    for step, batch in enumerate(batches(job, shape.micro)):
-        lr = find_peak_learning_rate(made) * lr_factor(recipe.schedule, step, job.steps)
+    for step, batch in enumerate(iterate_batches(job, shape.micro)):
+        lr = find_peak_learning_rate(made) * compute_lr_factor(recipe.schedule, step, job.steps)
         if lr != job.lr:
             raise RuntimeError(f"step {step}: learning rate {lr:g}, the job says {job.lr:g}")
         loss = accumulate_gradients(made, batch)

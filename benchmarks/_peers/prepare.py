@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 
-def documents() -> Iterator[str]:
+def iterate_documents() -> Iterator[str]:
     """The files of the standard library, in the order of their paths; tests and installed packages left out."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
@@ -26,7 +26,7 @@ def documents() -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def encoder(folder: str, vocabulary: int) -> tuple[Any, str]:
+def load_encoder(folder: str, vocabulary: int) -> tuple[Any, str]:
     """A tokenizer and where it came from: the folder's, else a BPE trained here on the same text."""
     import tokenizers
 
@@ -46,19 +46,19 @@ def encoder(folder: str, vocabulary: int) -> tuple[Any, str]:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(documents(), trainer)
+    made.train_from_iterator(iterate_documents(), trainer)
     return made, f"a BPE of {made.get_vocab_size()} tokens trained on the text"
 
 
 def write_tokens(out: Path, shape: dict[str, Any]) -> str:
     import numpy as np
 
-    tokenizer, origin = encoder(shape["tokenizer"], shape["vocabulary"])
+    tokenizer, origin = load_encoder(shape["tokenizer"], shape["vocabulary"])
     begin, need = tokenizer.token_to_id("<s>"), shape["rows"] * shape["length"]
     if begin is None:
         raise SystemExit(f"--tokenizer {shape['tokenizer']}: has no piece <s> to begin a document with")
     # Every n-th file first, so that a short stream is not the first letters of the alphabet only.
-    texts = list(documents())
+    texts = list(iterate_documents())
     stream: list[int] = []
     for text in (texts[i] for start in range(7) for i in range(start, len(texts), 7)):
         if len(stream) >= need:

@@ -27,11 +27,11 @@ NARROW = (0, 1, 2, 3, 5, 6, 8, 9)
 """The columns that fit a terminal."""
 
 
-def cells(row: dict[str, Any]) -> list[str]:
+def format_cells(row: dict[str, Any]) -> list[str]:
     if "failed" in row:
         return [f"{row['name']}: {row['what']}", f"failed: {row['failed']}", *[""] * (len(COLUMNS) - 2)]
 
-    def ratio(key: str) -> str:
+    def format_ratio(key: str) -> str:
         return f"{row[key]['median']:.2f}" if key in row else "-"
 
     rate = row["tokens_per_second"]
@@ -41,33 +41,35 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['name']}: {row['what']}",
         f"{rate['median']:,.0f} ({rate['low']:,.0f} to {rate['high']:,.0f})",
-        ratio("speed_against_trainer"),
-        ratio("speed_against_trainer-bf16"),
+        format_ratio("speed_against_trainer"),
+        format_ratio("speed_against_trainer-bf16"),
         f"{row['peak_rss_bytes'] / GIB:.2f} GiB",
         f"{row['bytes_less_imports'] / GIB:.2f} GiB",
-        ratio("memory_against_trainer"),
+        format_ratio("memory_against_trainer"),
         f"{row['loss']:.4f}",
         loss,
         f"{row['model_flops_share']:.0%}",
     ]
 
 
-def giga(rate: float) -> str:
+def format_giga(rate: float) -> str:
     return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.2g}"
 
 
-def steady(machine: dict[str, dict[str, Any]]) -> bool:
+def is_steady(machine: dict[str, dict[str, Any]]) -> bool:
     return all(abs(machine["end"][kind] / machine["begin"][kind] - 1) <= STEADY for kind in ("bf16", "fp32"))
 
 
-def markdown(result: dict[str, Any]) -> str:
+def render_markdown(result: dict[str, Any]) -> str:
     """The table and what one must know to repeat it."""
     shape, begin, end = result["shape"], result["machine"]["begin"], result["machine"]["end"]
     versions = {k: v for row in result["rows"] for k, v in row.get("versions", {}).items()}
-    rates = [f"{kind} {giga(begin[kind])} before and {giga(end[kind])} after" for kind in ("bf16", "fp32")]
+    rates = [
+        f"{kind} {format_giga(begin[kind])} before and {format_giga(end[kind])} after" for kind in ("bf16", "fp32")
+    ]
     notes = [
         f"Machine: {begin['cpu']}, {begin['threads']} threads; matrix rate in GFLOP/s: {'; '.join(rates)}.",
-        *([] if steady(result["machine"]) else [f"**{DISTURBED}**"]),
+        *([] if is_steady(result["machine"]) else [f"**{DISTURBED}**"]),
         f"Versions: {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; Python {result['python']}.",
         f"Model: {shape['layers']} layers of width {shape['width']}, {shape['heads']} heads, "
         f"feed-forward {shape['feed_forward']}, vocabulary {shape['vocabulary']:,}, tied.",
@@ -88,7 +90,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(cells(row)) + " |" for row in result["rows"]),
+        *("| " + " | ".join(format_cells(row)) + " |" for row in result["rows"]),
         "",
         *(f"- {note}" for note in notes),
     ]

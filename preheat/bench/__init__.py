@@ -3,6 +3,6 @@
 recipe ──contenders──▶ runs (worker.py, a process each) ──compare──▶ rows and verdicts (bench.json, bench.html)
 """
 
-from preheat.bench.compare import bench
+from preheat.bench.compare import run_bench
 
-__all__ = ["bench"]
+__all__ = ["run_bench"]

@@ -25,7 +25,16 @@ from preheat.recipe import Recipe
 from preheat.run.layout import MEMORY_KEYS, claim_folder
 from preheat.sanitize import format_memory, format_percent
 
-__all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
+__all__ = [
+    "Contender",
+    "list_ablation",
+    "run_bench",
+    "list_alone",
+    "compute_cosine",
+    "median_speed",
+    "take_turn",
+    "judge_techniques",
+]
 
 NOISE = 0.03
 """Ratios closer to 1 than this count as noise, even if the rounds agree."""
@@ -44,7 +53,7 @@ class Contender:
     fits: bool = True
 
 
-def ablation(recipe: Recipe) -> list[Contender]:
+def list_ablation(recipe: Recipe) -> list[Contender]:
     """Returns the plain baseline, the full recipe, the recipe without each technique, and each technique alone.
 
     Raises:
@@ -56,17 +65,17 @@ def ablation(recipe: Recipe) -> list[Contender]:
             "techniques: the recipe has none, so there is nothing to leave out; name some, or use --techniques"
         )
 
-    def contender(name: str, techniques: Iterable[str]) -> Contender:
+    def build_contender(name: str, techniques: Iterable[str]) -> Contender:
         return Contender(name, replace(recipe, techniques={n: recipe.techniques[n] for n in techniques}))
 
-    contenders = [contender("plain", []), contender("all", names)]
+    contenders = [build_contender("plain", []), build_contender("all", names)]
     if len(names) > 1:  # with one technique, `without` and `only` would repeat `plain` and `all`
-        contenders += [contender(f"without {name}", [n for n in names if n != name]) for name in names]
-        contenders += [contender(f"only {name}", [name]) for name in names]
+        contenders += [build_contender(f"without {name}", [n for n in names if n != name]) for name in names]
+        contenders += [build_contender(f"only {name}", [name]) for name in names]
     return contenders
 
 
-def chosen(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
+def list_alone(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
     """Returns the plain baseline and each named technique alone, with the recipe's settings if any, else with defaults.
 
     Raises:
@@ -81,7 +90,7 @@ def chosen(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
     return [Contender("plain", replace(recipe, techniques={})), *alone]
 
 
-def bench(
+def run_bench(
     recipe: Recipe,
     contenders: Sequence[Contender],
     *,
@@ -108,7 +117,7 @@ def bench(
     if steps <= warmup:
         raise RecipeError(f"--steps {steps}: {warmup} of them warm up; take at least {warmup + 1}")
     say = say or (lambda what, done, total: None)
-    plans = _plans(contenders)
+    plans = _plan_contenders(contenders)
     # Contenders that do not fit are not run: their failure would cost time and could end other processes.
     running = [c for c in contenders if not c.failed]
     total, done = len(running) * repeats, 0
@@ -126,31 +135,33 @@ def bench(
         say("done", total, total)
         # Before the folder with the samples is removed.
         cosines = [
-            cosine_of(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors") for n in range(len(contenders))
+            compute_cosine(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors")
+            for n in range(len(contenders))
         ]
     # Every ratio is against the baseline, so without it there is no comparison.
     if contenders[0].failed:
         raise RunError(f"{contenders[0].name}: {contenders[0].failed}")
     rows = [
-        _row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)
+        _build_row(c, contenders[0], warmup, cosine, plan)
+        for c, cosine, plan in zip(contenders, cosines, plans, strict=True)
     ]
     # The device is the same for all, so the first plan that succeeded is enough.
     available = next((p.available_gib for p in plans if p), math.nan)
     result = BenchResult(
         name=recipe.name,
-        machine=_machine(recipe),
+        machine=_describe_machine(recipe),
         steps=steps,
         repeats=repeats,
         available_gib=available,
         rows=tuple(rows),
-        verdicts=tuple(verdicts(rows, list(recipe.techniques), available)),
+        verdicts=tuple(judge_techniques(rows, list(recipe.techniques), available)),
         recipe=recipes.to_values(recipe),
     )
     write_atomic(out / "bench.json", to_json(result, indent=1) + "\n")
     return result
 
 
-def _machine(recipe: Recipe) -> Machine:
+def _describe_machine(recipe: Recipe) -> Machine:
     """Describes the device on which the figures were measured."""
     import torch
 
@@ -160,7 +171,7 @@ def _machine(recipe: Recipe) -> Machine:
     return Machine(device.name, device.kind, threads, torch.__version__)
 
 
-def _plans(contenders: Sequence[Contender]) -> list[Plan | None]:
+def _plan_contenders(contenders: Sequence[Contender]) -> list[Plan | None]:
     """Plans each contender; marks those that do not fit or are rejected as failed."""
     from preheat.planning.plan_request import plan_on_this_machine
 
@@ -203,7 +214,7 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
         c.turns.append(Turn(**measured))
 
 
-def cosine_of(baseline: Path, other: Path) -> float | None:
+def compute_cosine(baseline: Path, other: Path) -> float | None:
     """Returns the cosine of the sampled gradients of the first step, over the parameters that both have."""
     if not (baseline.exists() and other.exists()):
         return None
@@ -222,21 +233,21 @@ def cosine_of(baseline: Path, other: Path) -> float | None:
     return min(1.0, dot / (norm * other_norm)) if norm and other_norm else None
 
 
-def speed_of(turn: Turn, warmup: int) -> float:
+def median_speed(turn: Turn, warmup: int) -> float:
     """Returns the tokens per second of a turn: the median over its steps after the first `warmup`."""
     # The median: single steps are slowed down by other processes.
     return float(median(n / s for n, s in zip(turn.tokens[warmup:], turn.seconds[warmup:], strict=True)))
 
 
-def _row(
+def _build_row(
     c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: Plan | None
 ) -> MeasuredRow | FailedRow:
     name, techniques, predicted = c.name, tuple(c.recipe.techniques), plan.predicted if plan else None
     if c.failed:
         return FailedRow(name=name, techniques=techniques, failed=c.failed, fits=c.fits, predicted=predicted)
-    speeds = tuple(speed_of(turn, warmup) for turn in c.turns)
+    speeds = tuple(median_speed(turn, warmup) for turn in c.turns)
     # Round by round: turns of one round ran close in time and saw the same load.
-    ratios = [speed_of(a, warmup) / speed_of(b, warmup) for a, b in zip(c.turns, baseline.turns, strict=False)]
+    ratios = [median_speed(a, warmup) / median_speed(b, warmup) for a, b in zip(c.turns, baseline.turns, strict=False)]
     # A figure counts only if all turns report it; the highest is what the device must have.
     memory_of_turns = [turn.memory for turn in c.turns]
     memory = {
@@ -268,7 +279,9 @@ def _row(
     )
 
 
-def verdicts(rows: Sequence[MeasuredRow | FailedRow], names: Sequence[str], available: float) -> list[TechniqueVerdict]:
+def judge_techniques(
+    rows: Sequence[MeasuredRow | FailedRow], names: Sequence[str], available: float
+) -> list[TechniqueVerdict]:
     """Compares the recipe with and without each of its techniques that was left out once."""
     by_name = {row.name: row for row in rows}
     entries: list[TechniqueVerdict] = []
@@ -292,18 +305,20 @@ def verdicts(rows: Sequence[MeasuredRow | FailedRow], names: Sequence[str], avai
         speed, freed = median(ratios), rest.peak_gib - full.peak_gib
         # No verdict from one turn of each: other processes on the machine may explain the difference.
         # A difference counts if it exceeds NOISE and the ranges of the two do not overlap.
-        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(full.speeds, rest.speeds)
-        text = _words(name, speed, noise, freed, rest.peak_gib, available)
+        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _is_overlapping(full.speeds, rest.speeds)
+        text = _describe_verdict(name, speed, noise, freed, rest.peak_gib, available)
         entries.append(TechniqueVerdict(name, speed, noise, freed, text))
     return entries
 
 
-def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+def _is_overlapping(a: Sequence[float], b: Sequence[float]) -> bool:
     """Returns True if the ranges of two sets of figures overlap."""
     return max(min(a), min(b)) <= min(max(a), max(b))
 
 
-def _words(name: str, speed: float, noise: bool | None, freed: float, without: float, available: float) -> str:
+def _describe_verdict(
+    name: str, speed: float, noise: bool | None, freed: float, without: float, available: float
+) -> str:
     change = f"{'gives' if speed > 1 else 'costs'} {format_percent(abs(speed - 1))} speed"
     if noise:
         change = "no difference in speed seen"

@@ -85,22 +85,22 @@ class _Worker:
 
     def open(self) -> None:
         """Waits until the model is open; sets `opened` or `failed`."""
-        self.opened = self._answer(OpenedModel)
+        self.opened = self._read_answer(OpenedModel)
 
-    def begin(self) -> None:
+    def send_text(self) -> None:
         """Lets the worker read the text of the prompts; sets `failed` if it cannot."""
         self._request("begin")
-        self._answer(dict[str, str])
+        self._read_answer(dict[str, str])
 
     def generate(self, cell: tuple[int, int]) -> Generation | None:
         """Measures one shape, (rows, length); None after a failure."""
         self._request(cell)
-        return self._answer(Generation)
+        return self._read_answer(Generation)
 
     def end(self) -> None:
         """Measures memory and loss; sets `ending` or `failed`."""
         self._request("end")
-        self.ending = self._answer(Ending)
+        self.ending = self._read_answer(Ending)
 
     def _request(self, request: str | tuple[int, int]) -> None:
         assert self._process.stdin is not None
@@ -109,7 +109,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
-    def _answer(self, kind: type[_Answer]) -> _Answer | None:
+    def _read_answer(self, kind: type[_Answer]) -> _Answer | None:
         assert self._process.stdout is not None
         # A failed worker has ended and would not answer.
         if self.failed:
@@ -176,7 +176,7 @@ def bench_inference(
         # Before any measurement, so that a shape that does not fit is reported at once.
         _require_room({worker.speech.name: worker.opened for worker in running if worker.opened}, cells, tokens)
         for worker in running:
-            worker.begin()
+            worker.send_text()
         _take_turns(running, cells, repeats, say)
         for worker in running:
             worker.end()
@@ -190,9 +190,9 @@ def bench_inference(
         lengths=tuple(lengths),
         tokens=tokens,
         repeats=repeats,
-        models=tuple(_model(worker) for worker in workers),
+        models=tuple(_build_model(worker) for worker in workers),
         rows=tuple(
-            _row(worker, worker.opened.cache_bytes[number], baseline, cell)
+            _build_row(worker, worker.opened.cache_bytes[number], baseline, cell)
             for number, cell in enumerate(cells)
             for worker in workers
             if worker.opened and not worker.failed
@@ -238,7 +238,7 @@ def _take_turns(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], re
     say("done", total, total)
 
 
-def _model(worker: _Worker) -> InferenceModel:
+def _build_model(worker: _Worker) -> InferenceModel:
     speech, opened, ending = worker.speech, worker.opened, worker.ending
     return InferenceModel(
         name=speech.name,
@@ -254,7 +254,7 @@ def _model(worker: _Worker) -> InferenceModel:
     )
 
 
-def _row(worker: _Worker, predicted_bytes: float, baseline: _Worker, cell: tuple[int, int]) -> InferenceRow:
+def _build_row(worker: _Worker, predicted_bytes: float, baseline: _Worker, cell: tuple[int, int]) -> InferenceRow:
     turns, others = worker.turns[cell], baseline.turns[cell]
     rows, length = cell
     pairs = list(zip(turns, others, strict=True))
@@ -263,13 +263,13 @@ def _row(worker: _Worker, predicted_bytes: float, baseline: _Worker, cell: tuple
         name=worker.speech.name,
         rows=rows,
         length=length,
-        first_token_seconds=_spread([turn.first for turn in turns]),
-        prefill_tokens_per_second=_spread([rows * length / turn.first for turn in turns]),
+        first_token_seconds=_compute_spread([turn.first for turn in turns]),
+        prefill_tokens_per_second=_compute_spread([rows * length / turn.first for turn in turns]),
         # Decoding alone: tokens after the first ones, over the time after them.
-        decode_tokens_per_second=_spread([turn.drawn / turn.rest for turn in turns]),
+        decode_tokens_per_second=_compute_spread([turn.drawn / turn.rest for turn in turns]),
         # Ratios per round, whose turns ran close in time: a slow phase of the machine cancels out.
-        ratio=_spread([(a.drawn * b.rest) / (a.rest * b.drawn) for a, b in pairs]),
-        first_token_ratio=_spread([a.first / b.first for a, b in pairs]),
+        ratio=_compute_spread([(a.drawn * b.rest) / (a.rest * b.drawn) for a, b in pairs]),
+        first_token_ratio=_compute_spread([a.first / b.first for a, b in pairs]),
         # Speculation runs one row at a time; otherwise each pass gives a token to every row.
         tokens_per_pass=turns[0].drawn / turns[0].passes / (1 if worker.speech.settings.speculates else rows),
         cache_bytes=turns[0].cache_bytes,
@@ -278,5 +278,5 @@ def _row(worker: _Worker, predicted_bytes: float, baseline: _Worker, cell: tuple
     )
 
 
-def _spread(values: Sequence[float]) -> Spread:
+def _compute_spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values))

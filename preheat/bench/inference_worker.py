@@ -55,7 +55,7 @@ class InferenceWorker:
         self.model: PreTrainedModel = opened.build.trained[0]
         require_decoder_only(self.model, "preheat bench --inference")
         if job.engine == "transformers":
-            self.model = _plain(job, next(self.model.parameters()).device)
+            self.model = _load_plain(job, next(self.model.parameters()).device)
         elif job.dtype is not None:
             _cast(self.model, job.dtype)
         self.draft = (
@@ -96,7 +96,7 @@ class InferenceWorker:
             start_peak(self.device.kind)
             self._baseline = peak_bytes(self.device.kind, since_begun=True)
 
-    def _prompt(self, row: int, length: int) -> list[int]:
+    def _cut_prompt(self, row: int, length: int) -> list[int]:
         """Returns the prompt of a row: consecutive sections of the text, which repeats at its end."""
         # A short text repeats from its start rather than end in a shorter prompt.
         start = row % (len(self._text) // length) * length
@@ -129,7 +129,7 @@ class InferenceWorker:
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for m in (model, self.draft)
             if m
-            for t in _tensors(m)
+            for t in _collect_weights(m)
         }
         return OpenedModel(
             parameters=sum(p.numel() for p in model.parameters()),
@@ -148,10 +148,10 @@ class InferenceWorker:
         """Generates `rows` texts after prompts of `length` tokens."""
         from preheat.models.generation.generate import Timed, generate
 
-        prompts = [self._prompt(row, length) for row in range(rows)]
+        prompts = [self._cut_prompt(row, length) for row in range(rows)]
         timed = Timed()
         if self.job.engine == "transformers":
-            texts = self._transformers(prompts, timed)
+            texts = self._generate_by_transformers(prompts, timed)
         else:
             # Speculative decoding generates row by row, so that the accepted tokens of each row count.
             groups = [[p] for p in prompts] if self.settings.speculates else [prompts]
@@ -170,10 +170,10 @@ class InferenceWorker:
                     timed=part,
                 )
             ]
-            return _joined(parts, texts)
-        return _joined([timed], texts)
+            return _join_generations(parts, texts)
+        return _join_generations([timed], texts)
 
-    def _transformers(self, prompts: list[list[int]], timed: Timed) -> list[list[int]]:
+    def _generate_by_transformers(self, prompts: list[list[int]], timed: Timed) -> list[list[int]]:
         import torch
         from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -218,11 +218,11 @@ class InferenceWorker:
         )
         length = max(length for _, length in self.job.cells)
         # [_ROWS, length]: the same rows for every contender with this tokenizer.
-        rows = torch.tensor([self._prompt(row, length) for row in range(_ROWS)])
+        rows = torch.tensor([self._cut_prompt(row, length) for row in range(_ROWS)])
         return Ending(beyond, evaluate_cached_loss(self.model, rows, self.settings))
 
 
-def _joined(parts: list[Timed], texts: list[list[int]]) -> Generation:
+def _join_generations(parts: list[Timed], texts: list[list[int]]) -> Generation:
     """Sums the timings of groups that were generated one after the other."""
     from preheat.bench.messages import Generation
 
@@ -237,7 +237,7 @@ def _joined(parts: list[Timed], texts: list[list[int]]) -> Generation:
     )
 
 
-def _plain(job: InferenceJob, device: torch.device) -> PreTrainedModel:
+def _load_plain(job: InferenceJob, device: torch.device) -> PreTrainedModel:
     """Loads the folder's model with transformers alone.
 
     Raises:
@@ -280,7 +280,7 @@ def _cast(model: PreTrainedModel, dtype: str) -> None:
             p.data = p.data.to(getattr(torch, DTYPES[dtype]))
 
 
-def _tensors(model: PreTrainedModel) -> list[Tensor]:
+def _collect_weights(model: PreTrainedModel) -> list[Tensor]:
     """Returns the tensors that hold a model's weights, including those inside of tensor subclasses."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -304,24 +304,24 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries may print to standard output, which is for answers
 
-    def answer(text: str) -> None:
+    def send_answer(text: str) -> None:
         print(text, file=answers, flush=True)
 
     values = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         worker = InferenceWorker(InferenceJob(**values | {"settings": Sample(**values["settings"])}))
-        answer(encode(worker.about()))
+        send_answer(encode(worker.about()))
         for line in sys.stdin:
             request = json.loads(line)
             if request == "begin":
                 worker.begin()
-                answer("{}")
+                send_answer("{}")
             elif request == "end":
-                answer(encode(worker.end()))
+                send_answer(encode(worker.end()))
             else:
-                answer(encode(worker.measure(*request)))
+                send_answer(encode(worker.measure(*request)))
     except PreheatError as error:
-        answer(json.dumps({"failed": str(error).splitlines()[0], "code": error.exit_code}))
+        send_answer(json.dumps({"failed": str(error).splitlines()[0], "code": error.exit_code}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_turn
+from preheat.bench.compare import NOISE, Contender, compute_cosine, median_speed, take_turn
 from preheat.bench.messages import ZeroJob, ZeroTurn
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
@@ -24,7 +24,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
 from preheat.sanitize import format_memory, format_percent
 
-__all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "trial"]
+__all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "run_trial"]
 
 GIB = 2**30
 TECHNIQUES = ("gradient_accumulation", "mixed_precision", "zero", "efficient_attention", "integration")
@@ -106,7 +106,7 @@ class _Group:
     plans: list[Plan | None] = field(default_factory=list)
 
 
-def _recipe(wish: TrialOptions, rows: int) -> Recipe:
+def _build_recipe(wish: TrialOptions, rows: int) -> Recipe:
     from preheat.hardware.probe import probe
 
     # The recipe states the limit as its device's memory, so that the plan decides what fits.
@@ -125,7 +125,7 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
     return recipe
 
 
-def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
+def _list_techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
     """Returns the techniques of a recipe for a technique of the command."""
     known = registry()
     if name == "gradient_accumulation":
@@ -140,28 +140,28 @@ def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
     assert name == "integration", name
     # zero is left out, since its processes run a loop of their own.
     parts = ["mixed_precision", "efficient_attention"] + (["gradient_accumulation"] if wish.micro_batches > 1 else [])
-    return {k: t for part in parts for k, t in _techniques(wish, part).items()}
+    return {k: t for part in parts for k, t in _list_techniques(wish, part).items()}
 
 
-def _group(wish: TrialOptions) -> _Group | None:
+def _build_group(wish: TrialOptions) -> _Group | None:
     """Returns the contenders that are recipes; None for ZeRO, which needs several processes."""
     if wish.technique == "zero" and not wish.benchmark:
         return None
     accumulates = wish.benchmark or wish.technique in ("gradient_accumulation", "integration")
     # The baseline takes the accumulated batch at once: the same gradient, with the memory of all rows.
-    baseline = _recipe(wish, wish.rows * (wish.micro_batches if accumulates else 1))
+    baseline = _build_recipe(wish, wish.rows * (wish.micro_batches if accumulates else 1))
     # One micro-batch accumulates nothing.
     names = [n for n in TECHNIQUES if n != "zero" and not (n == "gradient_accumulation" and wish.micro_batches < 2)]
     chosen = names if wish.benchmark else [wish.technique]
     return _Group(
         [
             Contender("without", baseline),
-            *(Contender(n, dataclasses.replace(baseline, techniques=_techniques(wish, n))) for n in chosen),
+            *(Contender(n, dataclasses.replace(baseline, techniques=_list_techniques(wish, n))) for n in chosen),
         ]
     )
 
 
-def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) -> TrialResult:
+def run_trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) -> TrialResult:
     """Trains a few steps without and with a technique, each in a process of its own.
 
     Raises:
@@ -185,7 +185,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
             f"--accumulation-steps {wish.accumulation_steps}: there is nothing to accumulate; use 2 or more"
         )
     say("reading data")
-    plain = _recipe(wish, wish.rows)
+    plain = _build_recipe(wish, wish.rows)
     # Builds the cached tokenizer and rows, so that no contender's time includes it.
     prepare(plain.data, length=wish.seq_len, seed=plain.seed)
     rows: list[TrialRow] = []
@@ -196,24 +196,24 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
     # Without an explicit number, the first whose baseline can be run is used.
     for accumulated in ACCUMULATED if wish.accumulation_steps is None else (wish.accumulation_steps,):
         wish = dataclasses.replace(wish, accumulation_steps=accumulated)
-        group = _group(wish)
+        group = _build_group(wish)
         if group is None:
             break
         say("planning")
-        _plan(group)
-        steps = _steps(group, limit - (time.monotonic() - start) - reserved)
+        _check_plan(group)
+        steps = _count_steps(group, limit - (time.monotonic() - start) - reserved)
         if not group.contenders[0].failed:
             break
     if group is not None:
         rows += _run(group, steps, start + limit - reserved, say)
     if zero:
-        zero_rows, steps_of_zero = _with_and_without_zero(wish, plain, limit - (time.monotonic() - start), say)
+        zero_rows, steps_of_zero = _run_zero(wish, plain, limit - (time.monotonic() - start), say)
         rows, steps = [*rows, *zero_rows], steps or steps_of_zero
     # Rows that did not run are results as long as at least one row has figures.
     if not any(isinstance(row, MeasuredTrialRow) for row in rows):
         raise RunError("nothing could be run: " + "; ".join(f"{row.name}: {row.not_run}" for row in rows))
     say("dry run for a GPU")
-    gpu, more = _gpu(wish, group, plain)
+    gpu, more = _predict_gpu(wish, group, plain)
     return TrialResult(
         technique=wish.technique,
         model_size=wish.model_size,
@@ -221,14 +221,14 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
         batch=TrialBatch(wish.rows, wish.seq_len, wish.accumulation_steps),
         steps=steps,
         rows=tuple(rows),
-        verdicts=tuple(summary for row in rows if (summary := _changed(row, rows))),
-        notes=(*_limits(wish), *more),
+        verdicts=tuple(summary for row in rows if (summary := _describe_change(row, rows))),
+        notes=(*_list_limits(wish), *more),
         gpu=gpu,
         seconds=time.monotonic() - start,
     )
 
 
-def _plan(group: _Group) -> None:
+def _check_plan(group: _Group) -> None:
     from preheat.planning.plan_request import plan_on_this_machine
 
     for c in group.contenders:
@@ -245,7 +245,7 @@ def _plan(group: _Group) -> None:
             )
 
 
-def _steps(group: _Group, left: float) -> int:
+def _count_steps(group: _Group, left: float) -> int:
     """Returns the steps of each contender within `left` seconds, from 2 to 10; marks those that cannot take two as
     failed."""
     running = [
@@ -280,15 +280,18 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
                 take_turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder), seconds)
                 left -= 1
         files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
-        cosines = [cosine_of(files[0], file) for file in files]
+        cosines = [compute_cosine(files[0], file) for file in files]
     # A slow contender may take fewer steps: losses are compared at a step that all have taken.
     common = min((len(turn.losses) for c in group.contenders for turn in c.turns), default=0)
     return compare(
-        [_row(c, plan, cosine, common) for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True)]
+        [
+            _build_row(c, plan, cosine, common)
+            for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True)
+        ]
     )
 
 
-def _row(c: Contender, plan: Plan | None, cosine: float | None, common: int) -> TrialRow:
+def _build_row(c: Contender, plan: Plan | None, cosine: float | None, common: int) -> TrialRow:
     """Returns the row of a contender, with the loss of step `common`."""
     predicted = plan.predicted if plan else None
     if not c.turns:
@@ -299,7 +302,7 @@ def _row(c: Contender, plan: Plan | None, cosine: float | None, common: int) -> 
         against="without",
         predicted=predicted,
         not_run=c.failed,
-        tokens_per_second=speed_of(turn, 1),
+        tokens_per_second=median_speed(turn, 1),
         peak_gib=turn.memory["peak_gib"],
         allocated_gib=turn.memory.get("allocated_gib"),
         reserved_gib=turn.memory.get("reserved_gib"),
@@ -323,7 +326,7 @@ def compare(rows: Sequence[TrialRow]) -> list[TrialRow]:
     return compared
 
 
-def _changed(row: TrialRow, rows: Sequence[TrialRow]) -> str:
+def _describe_change(row: TrialRow, rows: Sequence[TrialRow]) -> str:
     """Summarizes the comparison of a row with its baseline; empty for baselines."""
     if row.name == row.against:
         return ""
@@ -350,7 +353,7 @@ def _changed(row: TrialRow, rows: Sequence[TrialRow]) -> str:
     return f"{name}: {fast}, {space}, loss {row.loss:.3f} against {base.loss:.3f}"
 
 
-def _limits(wish: TrialOptions) -> list[str]:
+def _list_limits(wish: TrialOptions) -> list[str]:
     """Lists what this device cannot show about the technique."""
     from preheat.hardware.probe import probe
 
@@ -376,7 +379,7 @@ def _limits(wish: TrialOptions) -> list[str]:
     return notes
 
 
-def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[str, float], list[str]]:
+def _predict_gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[str, float], list[str]]:
     """Predicts the peak of the tensors of a step on one GPU, by a dry run with the GPU's attention kernel; returns
     notes, too.
 
@@ -418,9 +421,7 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
     return peaks, notes
 
 
-def _with_and_without_zero(
-    wish: TrialOptions, plain: Recipe, left: float, say: Callable[[str], None]
-) -> tuple[list[TrialRow], int]:
+def _run_zero(wish: TrialOptions, plain: Recipe, left: float, say: Callable[[str], None]) -> tuple[list[TrialRow], int]:
     """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
     seconds."""
     from preheat.planning.plan_request import plan_on_this_machine
@@ -453,11 +454,11 @@ def _with_and_without_zero(
         seconds = max(left / 2 - STARTUP, LEAST / 2)
         turns.append(run_processes(ZeroJob(dump(recipe), steps, PROCESSES, stage, wish.cpu_offload, seconds)))
     common = min((len(turn[0].losses) for turn in turns if not isinstance(turn, str)), default=0)
-    results = [_zero_row(name, names[0], turn, common) for name, turn in zip(names, turns, strict=True)]
+    results = [_build_zero_row(name, names[0], turn, common) for name, turn in zip(names, turns, strict=True)]
     return compare(results), steps
 
 
-def _zero_row(name: str, against: str, processes: list[ZeroTurn] | str, common: int) -> TrialRow:
+def _build_zero_row(name: str, against: str, processes: list[ZeroTurn] | str, common: int) -> TrialRow:
     """Returns the row of a contender on several processes, with the loss of step `common`."""
     if isinstance(processes, str):
         return TrialRow(name=name, against=against, predicted=None, not_run=processes, changes={})

@@ -36,8 +36,8 @@ from preheat.cli import (
 )
 from preheat.cli.bytecode import keep_bytecode
 from preheat.cli.options import unused
-from preheat.cli.options.remote_code import opens_models
-from preheat.cli.views.log_warnings import warnings_shown
+from preheat.cli.options.remote_code import add_trust_option
+from preheat.cli.views.log_warnings import show_warnings
 from preheat.cli.views.output import say
 from preheat.errors import PreheatError
 from preheat.files import to_json
@@ -45,7 +45,7 @@ from preheat.hardware.interrupts import Interrupted, raise_on_signal
 from preheat.hardware.openmp import choose_waiting
 from preheat.sanitize import quote_value, shorten
 from preheat.training.launch.local import LAUNCHED
-from preheat.training.signals import under_agent
+from preheat.training.signals import is_under_agent
 
 __all__ = ["app", "main"]
 
@@ -86,24 +86,24 @@ def _global(
         raise typer.Exit
 
 
-app.command("plan", cls=unused.Command)(opens_models(plan.plan))
-app.command("data", cls=unused.Command)(opens_models(data.data))
-app.command("train", cls=unused.Command)(opens_models(train.train))
-app.command("bench", cls=unused.Command)(opens_models(bench.bench))
+app.command("plan", cls=unused.Command)(add_trust_option(plan.plan))
+app.command("data", cls=unused.Command)(add_trust_option(data.data))
+app.command("train", cls=unused.Command)(add_trust_option(train.train))
+app.command("bench", cls=unused.Command)(add_trust_option(bench.bench))
 app.command("report")(report.report)
 app.command("track")(track.track)
-app.command("eval", cls=unused.Command)(opens_models(evaluate.evaluate))
-app.command("generate", cls=unused.Command)(opens_models(generate.generate))
-app.command("chat", cls=unused.Command)(opens_models(chat.chat))
-app.command("compress", cls=unused.Command)(opens_models(compress.compress))
-app.command("export")(opens_models(export.export))
+app.command("eval", cls=unused.Command)(add_trust_option(evaluate.evaluate))
+app.command("generate", cls=unused.Command)(add_trust_option(generate.generate))
+app.command("chat", cls=unused.Command)(add_trust_option(chat.chat))
+app.command("compress", cls=unused.Command)(add_trust_option(compress.compress))
+app.command("export")(add_trust_option(export.export))
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
 app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
 app.command("try", cls=unused.Command)(try_.try_)
-app.command("launch")(opens_models(launch.launch))
+app.command("launch")(add_trust_option(launch.launch))
 app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)
 app.command("nettest", cls=unused.Command)(nettest.nettest)
@@ -124,7 +124,7 @@ def _see_help(error: Any) -> str:
     return f"; see: {context.command_path} --help" if context is not None else ""
 
 
-def _usage(error: Any) -> str:
+def _describe_usage_error(error: Any) -> str:
     """Returns the message for a usage error; an option that names a recipe key is answered with its `--set`."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
     # Drop pydantic's prefix; shorten arguments that click quotes at full length; join its choices, listed one per line.
@@ -196,14 +196,14 @@ def main(arguments: list[str] | None = None) -> None:
     command = typer.main.get_command(app)
     try:
         # In this order: signals become exceptions first, so that consent and warnings are restored when one arrives.
-        with raise_on_signal(), remote_code.preserve_consent(), warnings_shown():
+        with raise_on_signal(), remote_code.preserve_consent(), show_warnings():
             # Not standalone: click would print errors and exit by itself. `obj` keeps the command for the hint to
             # resume.
             sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)
     except Interrupted as signal:
         _report_signal(signal, json_wanted="--json" in arguments)
         # A nonzero exit would make torchrun or the scheduler restart this process.
-        sys.exit(0 if under_agent() and LAUNCHED not in os.environ else signal.exit_code)
+        sys.exit(0 if is_under_agent() and LAUNCHED not in os.environ else signal.exit_code)
     except PreheatError as error:
         if "--debug" in arguments[:1]:
             raise
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed instead
             sys.exit(error.exit_code)
-        _end(arguments, _usage(error), error.exit_code)
+        _end(arguments, _describe_usage_error(error), error.exit_code)
     except typer.Abort:
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has exited, as `head` does

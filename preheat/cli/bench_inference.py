@@ -24,35 +24,35 @@ __all__ = ["measure_inference"]
 def measure_inference(options: InferenceBenchOptions) -> None:
     """Measures text generation of several models side by side."""
     from preheat.bench.inference import bench_inference
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.files import to_plain_data
     from preheat.inference.load import require_model
     from preheat.report import write_inference
 
     for model in options.what:
         require_model(model)
-    contenders = _contenders(options.what, options.variant, options.set)
+    contenders = _build_contenders(options.what, options.variant, options.set)
     folder = options.out or Path("bench") / (Path(options.what[0]).resolve().name + "-inference")
     measure = partial(
         bench_inference,
         contenders,
-        batches=_numbers("--batches", options.batches, 1),
-        lengths=_numbers("--lengths", options.lengths, 2),
+        batches=_parse_numbers("--batches", options.batches, 1),
+        lengths=_parse_numbers("--lengths", options.lengths, 2),
         tokens=options.tokens,
         repeats=options.repeats,
         text=options.text,
         out=folder,
     )
-    screen = console()
+    screen = build_console()
     if options.json:
         result = measure()
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-        from preheat.cli.views.output import bar
+        from preheat.cli.views.output import build_progress_bar
 
         columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-        with bar(screen, *columns) as progress:
+        with build_progress_bar(screen, *columns) as progress:
             task = progress.add_task("starting", total=None)
             result = measure(
                 say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
@@ -61,14 +61,14 @@ def measure_inference(options: InferenceBenchOptions) -> None:
     if options.json:
         emit({**to_plain_data(result), "report": str(report)})
         return
-    screen.print(_table(result, wide=screen.width >= 160))
+    screen.print(_build_table(result, wide=screen.width >= 160))
     for measured in result.models:
         if measured.failed:
             screen.print(f"{measured.name}: {measured.failed}", style="red", soft_wrap=True)
     screen.print(f"report: {report}", soft_wrap=True)
 
 
-def _numbers(name: str, text: str, least: int) -> list[int]:
+def _parse_numbers(name: str, text: str, least: int) -> list[int]:
     from preheat.errors import RecipeError
 
     if not re.fullmatch(r"\d+(,\d+)*", text) or min(map(int, text.split(","))) < least:
@@ -76,10 +76,10 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
+def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
     """Returns the contenders: each model with the `--set` settings, then with each variant added."""
     from preheat.bench.inference import InferenceContender
-    from preheat.cli.options.generation import sampling
+    from preheat.cli.options.generation import build_sampling
     from preheat.errors import RecipeError, suggest_nearest
     from preheat.recipe import Sample
 
@@ -98,14 +98,14 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
                     raise RecipeError(f"--variant {shorten(item)}: no setting {quote_value(key, 40)}; {hint}")
             # dtype and engine concern the contender; all other keys are settings of sampling.
             rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in ("dtype", "engine"))
-            settings = sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])
+            settings = build_sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])
             for key, known in (("dtype", ("fp32", "bf16", "fp16")), ("engine", ("preheat", "transformers"))):
                 if (value := rest.get(key, known[0])) not in known:
                     raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")
             # Sampled texts would differ between contenders anyway.
             if settings.temperature:
                 raise RecipeError("--set sample.temperature: texts are compared, so decoding is greedy; leave it out")
-            if rest.get("engine") == "transformers" and settings != sampling():
+            if rest.get("engine") == "transformers" and settings != build_sampling():
                 raise RecipeError(
                     f"--variant {variant}: runs transformers' own generate, which takes no setting but dtype"
                 )
@@ -116,13 +116,13 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     return contenders
 
 
-def _table(result: InferenceResult, wide: bool) -> Table:
+def _build_table(result: InferenceResult, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 
-    from preheat.cli.views.console import rate
+    from preheat.cli.views.console import format_rate
 
-    def size(count: float) -> str:
+    def format_size(count: float) -> str:
         return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
 
     table = Table(box=None, pad_edge=False)
@@ -136,15 +136,15 @@ def _table(result: InferenceResult, wide: bool) -> Table:
             row.name.replace(", ", ",").replace(",", ", "),  # allows a line break between settings
             f"{row.rows} x {row.length}",
             f"{first.value * 1e3:,.1f} ms",
-            rate(speed.value),
+            format_rate(speed.value),
             f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
-            size(row.cache_bytes),
+            format_size(row.cache_bytes),
             *(
                 (
-                    f"{rate(speed.low)} to {rate(speed.high)}",
-                    rate(row.prefill_tokens_per_second.value),
+                    f"{format_rate(speed.low)} to {format_rate(speed.high)}",
+                    format_rate(row.prefill_tokens_per_second.value),
                     f"{row.tokens_per_pass:.2f}",
-                    size(row.cache_predicted_bytes),
+                    format_size(row.cache_predicted_bytes),
                     f"{row.same_text:.0%}",
                 )
                 if wide

@@ -18,7 +18,7 @@ __all__ = ["compare_techniques"]
 
 def compare_techniques(options: TechniqueBenchOptions) -> None:
     """Compares speed, memory, start-up time, loss and gradients of a recipe with and without techniques."""
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.errors import RecipeError
 
     if len(options.what) > 1:
@@ -32,25 +32,25 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     overrides = [*options.set, *([f"hardware.device={options.device}"] if options.device else [])]
     loaded = load_recipe(recipe, "bench", overrides)
     # Imported after the recipe is checked, since these import torch.
-    from preheat.bench.compare import ablation, chosen
-    from preheat.bench.compare import bench as run
+    from preheat.bench.compare import list_ablation, list_alone
+    from preheat.bench.compare import run_bench as run
     from preheat.core.bench import FailedRow
     from preheat.files import to_plain_data
     from preheat.report import write_bench
 
     names = [name.strip() for name in (options.techniques or "").split(",") if name.strip()]
-    contenders = ablation(loaded) if options.ablate else chosen(loaded, names)
+    contenders = list_ablation(loaded) if options.ablate else list_alone(loaded, names)
     folder = options.out or Path("bench") / loaded.name
-    screen = console()
+    screen = build_console()
     if options.json:
         result = run(loaded, contenders, steps=options.steps, repeats=options.repeats, out=folder)
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-        from preheat.cli.views.output import bar
+        from preheat.cli.views.output import build_progress_bar
 
         columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-        with bar(screen, *columns) as progress:
+        with build_progress_bar(screen, *columns) as progress:
             task = progress.add_task("planning", total=None)
             result = run(
                 loaded,
@@ -64,7 +64,7 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     if options.json:
         emit({**to_plain_data(result), "report": str(page)})
         return
-    screen.print(_table(result, wide=screen.width >= 110))
+    screen.print(_build_table(result, wide=screen.width >= 110))
     for verdict in result.verdicts:
         screen.print(f"- {verdict.message}", soft_wrap=True)
     for row in result.rows:
@@ -76,12 +76,12 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     screen.print(f"report: {page}", soft_wrap=True)
 
 
-def _table(result: BenchResult, wide: bool) -> Table:
+def _build_table(result: BenchResult, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
-    from preheat.cli.views.console import rate
-    from preheat.report.bench_page import ratio_range
+    from preheat.cli.views.console import format_rate
+    from preheat.report.bench_page import format_ratio_range
     from preheat.sanitize import format_memory
 
     table = Table(box=None, pad_edge=False)
@@ -93,13 +93,13 @@ def _table(result: BenchResult, wide: bool) -> Table:
         cosine = row.gradient_cosine
         table.add_row(
             row.name,
-            rate(row.tokens_per_second),
-            f"{row.ratio:.2f} ({ratio_range(row)})",
+            format_rate(row.tokens_per_second),
+            f"{row.ratio:.2f} ({format_ratio_range(row)})",
             format_memory(row.peak_gib),
             f"{row.loss:.3f}",
             *(
                 (
-                    f"{rate(row.spread[0])} to {rate(row.spread[1])}",
+                    f"{format_rate(row.spread[0])} to {format_rate(row.spread[1])}",
                     f"{row.startup_seconds:.1f} s",
                     "-" if cosine is None else f"{cosine:.6f}",
                 )

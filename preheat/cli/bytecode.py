@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from preheat.cache_folder import cache_folder, own_folder
+from preheat.cache_folder import cache_folder, create_own_folder
 
 __all__ = ["keep_bytecode"]
 
@@ -30,7 +30,7 @@ def keep_bytecode(package: str = "torch") -> None:
         return
     try:
         folder = cache_folder().absolute() / "pycache"
-        if not own_folder(folder):
+        if not create_own_folder(folder):
             return
     # As Python itself, which says nothing if it cannot write; RuntimeError: the user has no home.
     except (OSError, RuntimeError):

@@ -33,7 +33,7 @@ def calibrate(
 
     import torch
 
-    from preheat.cli.views.output import console, say
+    from preheat.cli.views.output import build_console, say
     from preheat.files import to_json
     from preheat.hardware.benchmark_rates import calibrate as measure
     from preheat.hardware.cpu_allocator import install_heap
@@ -44,7 +44,7 @@ def calibrate(
     here = probe(device)
     if here.kind == "cpu":
         install_heap()  # as training does: with glibc malloc, each large result costs a page fault per 4 KiB
-    with console(error=True, quiet=as_json).status("measuring") as status:
+    with build_console(error=True, quiet=as_json).status("measuring") as status:
         rates = measure(
             here, threads or torch.get_num_threads(), lambda what, done: status.update(f"measuring {what} ({done:.0%})")
         )
@@ -53,8 +53,8 @@ def calibrate(
     if as_json:
         say(to_json({**dataclasses.asdict(rates), "stored": str(stored)}))
         return
-    screen = console()
-    screen.print(_table(rates))
+    screen = build_console()
+    screen.print(_build_table(rates))
     screen.print(f"stored in {stored}", soft_wrap=True)
     if doubt := doubt_of(rates):
         screen.print(doubt, style="yellow", soft_wrap=True)
@@ -66,10 +66,10 @@ def calibrate(
         )
 
 
-def _table(rates: Rates) -> Table:
+def _build_table(rates: Rates) -> Table:
     from rich.table import Table
 
-    from preheat.cli.views.console import gflops
+    from preheat.cli.views.console import format_gflops
 
     table = Table(
         title=f"{rates.hardware}, {rates.threads} threads, torch {rates.torch}, measured in {rates.seconds:.0f} s"
@@ -77,10 +77,12 @@ def _table(rates: Rates) -> Table:
     table.add_column("what")
     table.add_column("rate", justify="right")
     for dtype, rate in rates.peak_matrix_rate.items():
-        table.add_row(f"matrix product, {dtype}", f"{gflops(rate)} GFLOP/s")
+        table.add_row(f"matrix product, {dtype}", f"{format_gflops(rate)} GFLOP/s")
     # Measured at several lengths, on which the rate of attention depends.
     for row in rates.attention:
-        table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{gflops(row.flops)} GFLOP/s")
+        table.add_row(
+            f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{format_gflops(row.flops)} GFLOP/s"
+        )
     table.add_row("memory, read and write", f"{rates.bandwidth / 1e9:,.1f} GB/s")
     for way, speed in (("to", rates.to_host), ("from", rates.to_device)):
         if speed is not None:

@@ -57,7 +57,7 @@ def chat(
     from preheat.inference.conversation import Conversation
     from preheat.inference.load import load_model
 
-    settings = generation.sampling(
+    settings = generation.build_sampling(
         set or (),
         max_new_tokens=tokens,
         temperature=temperature,
@@ -78,22 +78,22 @@ def chat(
         import readline  # noqa: F401  # arrow keys and history at the prompt
 
         generation.note("/help lists commands; /quit ends")
-    while (line := _next_line(live)) is not None:
+    while (line := _read_line(live)) is not None:
         line = line.strip()
         try:
             if line == "/quit":
                 break
             if line.startswith("/"):
-                _command(talk, line)
+                _run_command(talk, line)
             elif line:
-                _answer(talk, line)
+                _print_answer(talk, line)
         except PreheatError as error:
             if not live:  # a script cannot correct its input
                 raise
             say(f"error: {shorten(str(error), 700)}", error=True)
 
 
-def _next_line(live: bool) -> str | None:
+def _read_line(live: bool) -> str | None:
     from preheat.errors import DataError
 
     if not live:
@@ -111,7 +111,7 @@ def _next_line(live: bool) -> str | None:
 
 
 # Commands begin with a slash and never reach the model.
-def _command(talk: Conversation, line: str) -> None:
+def _run_command(talk: Conversation, line: str) -> None:
     from preheat.errors import RecipeError, suggest_nearest
 
     name, _, rest = line.partition(" ")
@@ -149,7 +149,7 @@ def _save(talk: Conversation, file: Path) -> None:
     generation.note(f"{len(talk.messages)} messages appended to {file}")
 
 
-def _answer(talk: Conversation, line: str) -> None:
+def _print_answer(talk: Conversation, line: str) -> None:
     watched = generation.Watched()
     watched.kind = talk.opened.build.device.kind
     try:

@@ -107,9 +107,9 @@ def compress(
     # Its bars, one for each file that it loads, would appear between the lines of ours.
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.compress.atomic_folder import home_of
+    from preheat.compress.atomic_folder import choose_home
     from preheat.compress.compress import compress as run
-    from preheat.compress.compress import read_variants, trained_for
+    from preheat.compress.compress import find_trained_variants, read_variants
     from preheat.engine.checkpoint import at_checkpoint
     from preheat.errors import RecipeError
     from preheat.models.image_classifiers import is_classifier
@@ -123,7 +123,7 @@ def compress(
             "preheat compress MODEL --recipe edge-vision --data IMAGES"
         )
     # A checkpoint's output goes into its run, with the step in its name.
-    home, step = (Path(model), "") if classifies_images else home_of(model)
+    home, step = (Path(model), "") if classifies_images else choose_home(model)
     if recipe is not None:
         from preheat.compress.chain import load_chain
         from preheat.compress.pipeline import run_chain
@@ -131,7 +131,7 @@ def compress(
         chain = load_chain(recipe)
         target = out or home / (chain.name + step)
         disable_progress_bar()
-        with _progress(json=json) as say:
+        with _show_progress(json=json) as say:
             result = run_chain(
                 model,
                 chain,
@@ -146,7 +146,7 @@ def compress(
     named = read_variants(method or [], bits, settings or [])
     if not named and not settings:
         # A run that was trained towards few bits is compressed as it was trained.
-        named = trained_for(model)
+        named = find_trained_variants(model)
     if not named:  # does not return: the list is its error message
         _list_methods()
     notes: list[str] = []
@@ -157,7 +157,7 @@ def compress(
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"
-    with _progress(json=json) as say:
+    with _show_progress(json=json) as say:
         result = run(
             model,
             named,
@@ -176,27 +176,27 @@ def compress(
 
 
 @contextmanager
-def _progress(*, json: bool) -> Iterator[Callable[[str], None]]:
+def _show_progress(*, json: bool) -> Iterator[Callable[[str], None]]:
     """Context manager that shows a line of progress, which the callback changes; nothing with --json."""
-    from preheat.cli.views.console import console
+    from preheat.cli.views.console import build_console
 
     if json:
         yield lambda message: None
         return
-    with console(error=True).status("opening") as status:
+    with build_console(error=True).status("opening") as status:
         yield status.update
 
 
 def _show(result: CompressionResult | ImageResult, target: Path, *, json: bool) -> None:
     """Prints the result: a table, notes and exports, or one JSON object."""
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.core.compression import ImageResult
 
     if json:
         emit(result)
         return
-    screen = console()
-    screen.print(_image_table(result) if isinstance(result, ImageResult) else _table(result))
+    screen = build_console()
+    screen.print(_build_image_table(result) if isinstance(result, ImageResult) else _build_table(result))
     for variant in result.variants:
         screen.print(f"{variant.name}: {variant.what}", soft_wrap=True, style="dim")
     if isinstance(result, ImageResult):
@@ -229,7 +229,7 @@ def _list_methods() -> None:
     raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *lines]))
 
 
-def _table(result: CompressionResult) -> Table:
+def _build_table(result: CompressionResult) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -255,7 +255,7 @@ def _table(result: CompressionResult) -> Table:
     return table
 
 
-def _image_table(result: ImageResult) -> Table:
+def _build_image_table(result: ImageResult) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -32,7 +32,7 @@ def data(
     """
     chosen = load_recipe(recipe, "data", set)  # reports recipe errors before torch is imported, which takes seconds
     from preheat import report
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.data.preview import build_preview
     from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import DataError
@@ -45,9 +45,9 @@ def data(
     if json:
         emit({**shown, "page": str(page) if page else None})
     else:
-        _print(console(), shown)
+        _print(build_console(), shown)
         if page:
-            console().print(f"page: {page}", soft_wrap=True)
+            build_console().print(f"page: {page}", soft_wrap=True)
     # After printing: the rows that are shown help to find the cause.
     require_examples(chosen, prepared)
     if prepared.blocked:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
 
-__all__ = ["demo", "steps_within"]
+__all__ = ["demo", "count_steps_within"]
 
 # Seconds of training: on CPUs with AVX512, which compute in bf16, and on others, which need longer for as good a text.
 _FAST, _SLOW = 45.0, 60.0
@@ -38,14 +38,14 @@ def demo(
 
     recipes.load("demo", set or [])  # reports a wrong key before torch is imported
     from preheat.cli.train import run
-    from preheat.cli.views.console import console, picture
+    from preheat.cli.views.console import build_answer, build_console
     from preheat.core.run_records import Baseline, SampleEvent
     from preheat.run.reader import Reader
     from preheat.run.writer import check_folder
 
-    folder = out or _first_free(Path("runs") / "demo")
+    folder = out or _find_free_path(Path("runs") / "demo")
     check_folder(folder, resume=False)
-    screen = console(quiet=json)
+    screen = build_console(quiet=json)
     screen.print("planning a step of the demo …", style="dim")
     # Before the user's settings, which win.
     slow = _is_slow_in_bf16()
@@ -55,17 +55,17 @@ def demo(
             "this CPU is slow in bf16: the demo computes in fp32 (techniques.mixed_precision.mode=fp32)", style="dim"
         )
     settings += set or []
-    rates, plan = _plan(recipes.load("demo", settings, warn=False), quiet=json)
+    rates, plan = _plan_demo(recipes.load("demo", settings, warn=False), quiet=json)
     # The user's own end of the run wins; a run without it takes about a minute.
     chooses = not any(item.startswith("stop.") for item in set or [])
     seconds = _SLOW if slow else _FAST
     if chooses:
         # If other processes use the cores, a step takes longer than on an idle machine.
         seconds_per_step = (plan.now or plan).seconds_per_step
-        steps = steps_within(seconds, seconds_per_step)
-        settings = [*_lasting(steps), *settings]
+        steps = count_steps_within(seconds, seconds_per_step)
+        settings = [*_build_run_settings(steps), *settings]
         plan = replace(plan, steps=steps, seconds_total=steps * plan.seconds_per_step + plan.seconds_to_start)
-    screen.print(picture(plan, "demo"))
+    screen.print(build_answer(plan, "demo"))
     if chooses:
         takes = steps * seconds_per_step
         limit = f"the demo trains for about {seconds:.0f} s"
@@ -99,7 +99,7 @@ def demo(
     screen.print(f"open {result['report']} in a browser; edit the recipe with: preheat init demo")
 
 
-def steps_within(seconds: float, step: float) -> int:
+def count_steps_within(seconds: float, step: float) -> int:
     """Returns how many steps of `step` seconds fit into `seconds`, in fives and within the demo's limits.
 
     >>> steps_within(60, 0.25), steps_within(60, 7), steps_within(45, 1e-4)
@@ -108,18 +108,18 @@ def steps_within(seconds: float, step: float) -> int:
     return min(max(5 * math.floor(seconds / step / 5), _LEAST), _MOST)
 
 
-def _lasting(steps: int) -> list[str]:
+def _build_run_settings(steps: int) -> list[str]:
     """Returns the settings of a run of so many steps: three evaluations, and two checkpoints."""
     thirds, halves = math.ceil(steps / 3), math.ceil(steps / 2)
     return [f"stop.max_steps={steps}", f"evaluate.every={thirds}", f"checkpoint.every={halves}"]
 
 
-def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
+def _plan_demo(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
     """Measures this machine at the sizes of the demo, unless its rates are stored, and plans a step.
 
     Before the data is read, because it needs none of it: only the size of the vocabulary.
     """
-    from preheat.cli.views.console import console
+    from preheat.cli.views.console import build_console
     from preheat.engine.device import resolve_device
     from preheat.hardware.rate_probe import probe_present_rate
     from preheat.models import configs
@@ -127,7 +127,7 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
     from preheat.planning.plan_request import choose_step_rates, find_vocabulary_size, read_bytes_in_use
     from preheat.planning.request import Request
 
-    screen = console(quiet=quiet)
+    screen = build_console(quiet=quiet)
     device, threads = resolve_device(recipe)
     source = configs.source_config(recipe)
     vocabulary = find_vocabulary_size(recipe, source)
@@ -158,7 +158,7 @@ def _is_slow_in_bf16() -> bool:
     return not has_cuda() and fastest_half_dtype() == torch.float32
 
 
-def _first_free(path: Path) -> Path:
+def _find_free_path(path: Path) -> Path:
     """Returns the path, or the first free one of path-2, path-3, ... if it exists."""
     candidate, number = path, 1
     while candidate.exists():

@@ -37,14 +37,14 @@ def oom(
 
     Example: `preheat doctor oom runs/demo`
     """
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.training.recovery.oom_report import diagnose
 
     diagnosis = diagnose(run)
     if json:
         emit(diagnosis)
     else:
-        console().print(_render(diagnosis, run), soft_wrap=True)
+        build_console().print(_render(diagnosis, run), soft_wrap=True)
 
 
 def _render(diagnosis: JsonObject, run: Path) -> Group:
@@ -52,7 +52,7 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import rate
+    from preheat.cli.views.console import format_rate
     from preheat.sanitize import format_memory
 
     failure = diagnosis["failure"]
@@ -86,7 +86,9 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
             table.add_row(
                 flags,
                 format_memory(way["peak_gib"]),
-                rate(way["seconds_per_step"]) if way["seconds_per_step"] >= 0.1 else f"{way['seconds_per_step']:.2g}",
+                format_rate(way["seconds_per_step"])
+                if way["seconds_per_step"] >= 0.1
+                else f"{way['seconds_per_step']:.2g}",
                 f"{way['slower']:+.0%}",
             )
         # The first fix as a command to copy.

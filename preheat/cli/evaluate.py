@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.views.console import Base, Checkpoint, Json
-from preheat.cli.views.long_context_table import grids
+from preheat.cli.views.long_context_table import build_grids
 from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def evaluate(
     `preheat eval runs/demo --before`, `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]'
     --tasks positions=book.txt`
     """
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.errors import RecipeError
     from preheat.evaluation.lm_eval import require_harness
     from preheat.evaluation.run_evaluator import compute_differences
@@ -115,7 +115,7 @@ def evaluate(
     for path in model:
         require_model(path)
     model = _at_checkpoint(model, checkpoint)
-    recipe = _recipe_of(model)
+    recipe = _find_recipe(model)
     texts = data if data is not None else (["validation"] if recipe is not None else [])
     # Each text once, in the order of the command line; the text for forgetting is measured like the others.
     texts = [*dict.fromkeys(texts), *([forgetting] if forgetting is not None and forgetting not in texts else [])]
@@ -141,11 +141,11 @@ def evaluate(
     if json:
         emit(summary)
     else:
-        console().print(_table(summary))
-        for grid in grids(summary):
-            console().print(grid)
-        for note in _notes(summary):
-            console().print(note, style="dim")
+        build_console().print(_build_table(summary))
+        for grid in build_grids(summary):
+            build_console().print(grid)
+        for note in _collect_notes(summary):
+            build_console().print(note, style="dim")
 
 
 def _create_samples_file(samples: Path) -> None:
@@ -174,13 +174,13 @@ def _at_checkpoint(models: list[str], checkpoint: str | None) -> list[str]:
     return [str(at_checkpoint(Path(path), checkpoint)) if path in wanted else path for path in models]
 
 
-def _recipe_of(models: list[str]) -> Recipe | None:
+def _find_recipe(models: list[str]) -> Recipe | None:
     """Returns the recipe of the last run among the models, which sets how texts are read; None without a run."""
     from preheat import recipe as recipes
-    from preheat.compress.atomic_folder import home_of
+    from preheat.compress.atomic_folder import choose_home
     from preheat.run.reader import Reader
 
-    runs = [file for path in models if (file := home_of(path)[0] / "recipe.yaml").is_file()]
+    runs = [file for path in models if (file := choose_home(path)[0] / "recipe.yaml").is_file()]
     return recipes.parse(Reader(runs[-1].parent).recipe_text, where=str(runs[-1])) if runs else None
 
 
@@ -198,8 +198,8 @@ def _evaluate_model(
     base: str | None,
 ) -> ResultSet:
     """Evaluates one model on all texts and tasks; the model is freed on return."""
-    from preheat.cli.views.console import console
-    from preheat.compress.atomic_folder import home_of
+    from preheat.cli.views.console import build_console
+    from preheat.compress.atomic_folder import choose_home
     from preheat.evaluation.lm_eval import measure_by_harness
     from preheat.evaluation.long_context import draw_questions, measure_length, reach_of
     from preheat.evaluation.perplexity import count_token_bytes, measure_text, tokenize_text
@@ -210,7 +210,7 @@ def _evaluate_model(
     from preheat.inference.load import load_model
 
     # A full model has no base; in a comparison, the other one may be an adapter that needs it.
-    takes_base = (Path(path) / "adapter_config.json").is_file() or (home_of(path)[0] / "recipe.yaml").is_file()
+    takes_base = (Path(path) / "adapter_config.json").is_file() or (choose_home(path)[0] / "recipe.yaml").is_file()
     opened = load_model(path, base=base if takes_base else None, at_start=at_start)
     # One recipe for all models, so that both read the same rows.
     settings = recipe or opened.recipe
@@ -218,7 +218,7 @@ def _evaluate_model(
     tokenizer = opened.tokenizer_folder
     micro = min(8, settings.batch.size)
     positions = opened.build.model.positions
-    with console(error=True).status("reading") as status:
+    with build_console(error=True).status("reading") as status:
 
         def say(what: str, done: float, total: float | None) -> None:
             status.update(f"{path}: {what} {done:,.0f}" + (f" of {total:,.0f}" if total else ""))
@@ -226,7 +226,7 @@ def _evaluate_model(
         results = ResultSet({}, {})
         sizes = count_token_bytes(opened.tokenizer)
         for name in texts:
-            split_rows = _rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
+            split_rows = _read_rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
             # On its own data, a run is measured by its own objective.
             own = name in SPLITS and recipe is not None and not Path(name).exists()
             results.texts[name] = measure_text(
@@ -264,7 +264,7 @@ def _evaluate_model(
     return results
 
 
-def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: str) -> Rows:
+def _read_rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: str) -> Rows:
     from dataclasses import replace
 
     from preheat.data import Rows, prepare
@@ -300,7 +300,7 @@ def _summarize(model: str, results: ResultSet) -> JsonObject:
     return {"model": model, **top, "tokens": tokens, "texts": to_plain_data(texts), "tasks": to_plain_data(tasks)}
 
 
-def _table(summary: JsonObject) -> Table:
+def _build_table(summary: JsonObject) -> Table:
     from rich.table import Table
 
     compared = "before" in summary
@@ -311,18 +311,18 @@ def _table(summary: JsonObject) -> Table:
         for name, result in summary[part].items():
             shown = name
             for metric, value in result["metrics"].items():
-                cells = [_value(value)]
+                cells = [_format_value(value)]
                 if compared:
                     old = summary["before"][part].get(name, {}).get("metrics", {}).get(metric)
                     off = summary["difference"][part].get(name, {}).get("metrics", {}).get(metric)
-                    cells = [_value(old), *cells, _value(off, signed=True)]
+                    cells = [_format_value(old), *cells, _format_value(off, signed=True)]
                 table.add_row(shown, metric, *cells)
                 # A name appears in the first row of its metrics only.
                 shown = ""
     return table
 
 
-def _value(value: JsonObject | None, *, signed: bool = False) -> str:
+def _format_value(value: JsonObject | None, *, signed: bool = False) -> str:
     if value is None or value["value"] is None:
         return "-"
 
@@ -333,7 +333,7 @@ def _value(value: JsonObject | None, *, signed: bool = False) -> str:
     return show(value["value"]) + between
 
 
-def _notes(summary: JsonObject) -> list[str]:
+def _collect_notes(summary: JsonObject) -> list[str]:
     notes = []
     for name, result in summary["texts"].items():
         left = f"; {result['unread_rows']:,} more sequences were not read (--rows)" if result["unread_rows"] else ""

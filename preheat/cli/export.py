@@ -144,7 +144,7 @@ def _write(
     # transformers shows a bar for each file that it loads.
     disable_progress_bar()
     # By format and precision, so that exports do not overwrite each other.
-    target = out or registry.default_output(run, to, dtype)
+    target = out or registry.choose_default_output(run, to, dtype)
     if push is not None and hub.is_export(target):
         raise RunError(
             f"{target}: already exists; push it as it is: {hub.command(target, push)}; or name another folder with "
@@ -157,51 +157,51 @@ def _write(
 
 
 def _show_push(sent: Push) -> None:
-    from preheat.cli.views.console import console
+    from preheat.cli.views.console import build_console
 
     kind = "private" if sent.private else "public" if sent.url else "not private"
     size = f"{len(sent.files)} files, {sent.bytes / 2**20:.1f} MiB"
     if sent.url is None:
-        console().print(
+        build_console().print(
             f"would push to {sent.repository} ({kind}; {size}), with the card {sent.card}: {sent.message}",
             soft_wrap=True,
         )
         for file in sent.files:
-            console().print(f"  {file.path}  {file.bytes:,} bytes", soft_wrap=True)
+            build_console().print(f"  {file.path}  {file.bytes:,} bytes", soft_wrap=True)
     else:
-        console().print(f"pushed to {sent.url} ({kind}; {size}): {sent.message}", soft_wrap=True)
+        build_console().print(f"pushed to {sent.url} ({kind}; {size}): {sent.message}", soft_wrap=True)
     if sent.note:
-        console().print(f"note: {sent.note}", soft_wrap=True)
+        build_console().print(f"note: {sent.note}", soft_wrap=True)
 
 
 def _show(result: ExportResult) -> None:
-    from preheat.cli.views.console import console
+    from preheat.cli.views.console import build_console
 
     what = result.dtype or f"{result.adapted} maps' adapters, for {result.base}"
     what += f", {result.merged} adapters merged" if result.merged else ""
-    console().print(
+    build_console().print(
         f"wrote {result.path} ({result.bytes / 2**20:.1f} MiB; {what}); read back by {result.read_by}, its logits "
         f"differ by at most {result.max_logit_difference:.2g} over {result.tokens} tokens "
         f"(largest logit {result.largest_logit:.3g}; accepted: {result.tolerance:g} times that), by "
         f"{result.mean_logit_difference:.2g} in the mean; "
-        f"same most likely token at {result.top1_agreement:.1%}" + _perplexity(result),
+        f"same most likely token at {result.top1_agreement:.1%}" + _format_perplexity(result),
         soft_wrap=True,
     )
     # A second check, if llama.cpp itself is installed.
     if other := result.llama_cpp:
-        console().print(
+        build_console().print(
             f"run by llama.cpp ({other.version}): logarithms of probabilities differ by at most "
             f"{other.max_logprob_difference:.2g}; same most "
             f"likely token at {other.top1_agreement:.1%} of {other.places} positions",
             soft_wrap=True,
         )
     if result.note:
-        console().print(f"note: {result.note}", soft_wrap=True)
+        build_console().print(f"note: {result.note}", soft_wrap=True)
 
 
-def _perplexity(result: ExportResult) -> str:
-    from preheat.compress.model_card import before_and_after
+def _format_perplexity(result: ExportResult) -> str:
+    from preheat.compress.model_card import format_before_and_after
 
     if result.before.perplexity is None:
         return ""
-    return f"; perplexity {before_and_after(result)}, on {result.perplexity_of}"
+    return f"; perplexity {format_before_and_after(result)}, on {result.perplexity_of}"

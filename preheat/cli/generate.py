@@ -73,7 +73,7 @@ def generate(
     from preheat.inference.load import load_model
 
     prompts: list[str | list[Message]] = [*(prompt or []), *(read_prompts(file) if file is not None else [])]
-    settings = generation.sampling(
+    settings = generation.build_sampling(
         set or (),
         max_new_tokens=tokens,
         temperature=temperature,
@@ -136,7 +136,7 @@ class _Screen:
         # None marks the end of a row.
         self.parts.setdefault(row, []).append(part)
         if self.row < 0:
-            self._next()
+            self._start_next()
         # The end of one row may release the buffered parts of the next.
         while parts := self.parts.pop(self.row, []):
             for text in parts:
@@ -144,9 +144,9 @@ class _Screen:
                     write_text(text)
                 else:
                     write_text("\n")
-                    self._next()
+                    self._start_next()
 
-    def _next(self) -> None:
+    def _start_next(self) -> None:
         self.row += 1
         if self.row == len(self.prompts):
             return
@@ -154,12 +154,12 @@ class _Screen:
             write_text("─" * 40, "\n")
         prompt = self.prompts[self.row]
         if not self.chat:
-            write_text(_prompt_text(prompt))
+            write_text(_format_prompt(prompt))
         elif len(self.prompts) > 1:
-            write_text(_prompt_text(prompt), "\n")
+            write_text(_format_prompt(prompt), "\n")
 
 
-def _prompt_text(prompt: str | list[Message]) -> str:
+def _format_prompt(prompt: str | list[Message]) -> str:
     """Returns a prompt as text; chat messages become one line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
@@ -169,13 +169,13 @@ def _print_side_by_side(models: list[str], texts: list[list[JsonObject]]) -> Non
     from rich.table import Column, Table
     from rich.text import Text
 
-    from preheat.cli.views.console import console
+    from preheat.cli.views.console import build_console
 
-    screen = console()
+    screen = build_console()
     for number, row in enumerate(zip(*texts, strict=True)):
         if number:
             write_text("─" * 40, "\n")
-        write_text(_prompt_text(row[0]["prompt"]), "\n")
+        write_text(_format_prompt(row[0]["prompt"]), "\n")
         if screen.is_terminal and screen.width >= 40 * len(models):
             table = Table(*[Column(Text(name, style="bold")) for name in models], box=None, pad_edge=False, expand=True)
             table.add_row(*[Text(text["text"]) for text in row])

@@ -65,8 +65,8 @@ def launch(
     -o demo.sbatch`
     """
     from preheat import recipe as recipes
-    from preheat.cli.views.console import console, emit
-    from preheat.training.launch import submit, written
+    from preheat.cli.views.console import build_console, emit
+    from preheat.training.launch import render_job, submit
 
     job = Job(
         recipe=load_recipe(recipe, "launch", set),
@@ -92,9 +92,9 @@ def launch(
         kind=kind,
     )
     # Checks the job first; nothing is written for one that cannot run.
-    text = written(job, scheduler)
+    text = render_job(job, scheduler)
     if not json and not recipes.has_key(recipe, "data.source", set or []):
-        console(error=True).note(
+        build_console(error=True).note(
             f"{recipe}: data.source is not stated, so the job trains on Python's standard library; name the data: "
             "--set data.source=PATH"
         )
@@ -110,7 +110,7 @@ def launch(
         say(text, end="")
     else:
         mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items()) or "1 device"
-        screen = console()
+        screen = build_console()
         screen.print(
             f"{output}: {summary['devices']} devices on {nodes} host{'s' if nodes > 1 else ''}, {mesh}", soft_wrap=True
         )

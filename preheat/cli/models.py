@@ -64,13 +64,17 @@ def show(name: str, json: Json = False) -> None:
 
     NAME is the name of a preset or of a model on the hub, in any case. Example: `preheat models show Qwen/Qwen3-8B`
     """
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.models.presets import PRESETS, needs, resolve_hub_name
 
     if name not in PRESETS:
         name, _ = resolve_hub_name(name)
     preset = PRESETS[name]
-    facts = {"on the hub": _checkpoints(preset), "licence": str(preset.licence), "parameters": _parameters(preset)}
+    facts = {
+        "on the hub": _format_checkpoints(preset),
+        "licence": str(preset.licence),
+        "parameters": _format_parameters(preset),
+    }
     if preset.stored is not None:
         facts["in the hub's files"] = (
             f"{preset.stored:,}: also {preset.stored_more}; transformers leaves out what it does not train"
@@ -89,7 +93,7 @@ def show(name: str, json: Json = False) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for what, text in facts.items():
         table.add_row(what, text)
-    console().print(table)
+    build_console().print(table)
     say("\n" + next_commands(name, preset))
 
 
@@ -106,12 +110,12 @@ def next_commands(name: str, preset: Preset) -> str:
     )
 
 
-def _checkpoints(preset: Preset) -> str:
+def _format_checkpoints(preset: Preset) -> str:
     also = f"; also {', '.join(preset.also)}" if preset.also else ""
     return preset.hub + (f"; tuned to converse: {preset.chat}" if preset.chat != preset.hub else "") + also
 
 
-def _parameters(preset: Preset) -> str:
+def _format_parameters(preset: Preset) -> str:
     if preset.active is None:
         return f"{preset.parameters:,}"
     return f"{preset.parameters:,}, of which {preset.active:,} are active: all but the experts not chosen for a token"

@@ -57,7 +57,7 @@ def nettest(
     """
     import os
 
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.errors import RecipeError, suggest_nearest
     from preheat.files import to_plain_data
     from preheat.hardware import nettest as net
@@ -81,13 +81,13 @@ def nettest(
     task = net.Task(
         collectives=tuple(collectives or net.COLLECTIVES),
         sizes=net.parse_sizes(sizes),
-        backend=_backend(nproc) if backend == "auto" else backend,
+        backend=_choose_backend(nproc) if backend == "auto" else backend,
         repeats=repeats,
         warmup=warmup,
         budget=budget,
         timeout=timeout,
     )
-    with console(error=True, quiet=json).status("starting") as status:
+    with build_console(error=True, quiet=json).status("starting") as status:
         result = net.run_nettest(
             task,
             processes=nproc,
@@ -105,15 +105,15 @@ def nettest(
     if json:
         emit({**to_plain_data(result), **({"html": page} if page else {})})
         return
-    screen = console()
-    for part in _renderables(result):
+    screen = build_console()
+    for part in _build_renderables(result):
         screen.print(part)
     for label, path in (("stored in", result.stored), ("page:", page)):
         if path:
             screen.print(f"{label} {path}", soft_wrap=True, style="dim")
 
 
-def _backend(nproc: int | None) -> str:
+def _choose_backend(nproc: int | None) -> str:
     import os
 
     import torch
@@ -123,10 +123,10 @@ def _backend(nproc: int | None) -> str:
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
 
-def _renderables(result: NettestResult) -> list[RenderableType]:
+def _build_renderables(result: NettestResult) -> list[RenderableType]:
     from rich.table import Table
 
-    from preheat.report.nettest_page import against_words, seconds, size
+    from preheat.report.nettest_page import compare_with_expected, format_seconds, format_size
 
     hosts = f"{result.hosts} hosts" if result.hosts > 1 else "one host"
     table = Table(
@@ -149,9 +149,9 @@ def _renderables(result: NettestResult) -> list[RenderableType]:
         if name and shown:
             table.add_section()
         shown = row.collective
-        between = f"{seconds(row.low)} to {seconds(row.high)}"
+        between = f"{format_seconds(row.low)} to {format_seconds(row.high)}"
         rates = [f"{rate / 1e9:.3g}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth)]
-        table.add_row(name, size(row.bytes), seconds(row.seconds), between, *rates)
+        table.add_row(name, format_size(row.bytes), format_seconds(row.seconds), between, *rates)
     parts: list[RenderableType] = [table]
     if result.pairs:
         pairs = Table(title="point to point, half of there and back", title_justify="left")
@@ -166,7 +166,7 @@ def _renderables(result: NettestResult) -> list[RenderableType]:
         for pair in result.pairs:
             ranks = " and ".join(map(str, pair.ranks))
             rate = f"{pair.bandwidth / 1e9:.3g}"
-            pairs.add_row(pair.kind, ranks, ", ".join(pair.hosts), seconds(pair.latency), rate)
+            pairs.add_row(pair.kind, ranks, ", ".join(pair.hosts), format_seconds(pair.latency), rate)
         parts.append(pairs)
     # An upper end beyond twice the median points to other work on the machine.
     busy = sum(row.high > 2 * row.seconds for row in result.rows)
@@ -175,4 +175,4 @@ def _renderables(result: NettestResult) -> list[RenderableType]:
             f"note: {busy} of {len(result.rows)} rows have times beyond twice their median: other processes used "
             "the cores or the network; measure again when these are idle"
         )
-    return [*parts, against_words(result)]
+    return [*parts, compare_with_expected(result)]

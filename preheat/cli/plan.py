@@ -161,10 +161,10 @@ def plan(
         html=html,
         verbose=verbose,
     )
-    plan_training(training, _without_output_options(what, asked.set, typed))
+    plan_training(training, _remove_output_options(what, asked.set, typed))
 
 
-def _without_output_options(what: str | None, overrides: Sequence[str], typed: Mapping[str, object]) -> list[str]:
+def _remove_output_options(what: str | None, overrides: Sequence[str], typed: Mapping[str, object]) -> list[str]:
     """Returns the command that was typed, without the options of its output."""
     sets = [part for item in overrides for part in ("--set", item)]
     options = [part for name, value in typed.items() if value is not None for part in (name, str(value))]
@@ -192,13 +192,13 @@ def _list_devices(json: bool) -> None:
         return
     row = "{:<18}{:>5}{:>7}{:>7}{:>7}".format
 
-    def cell(value: float | None, unit: float) -> str:
+    def format_cell(value: float | None, unit: float) -> str:
         return "-" if value is None else f"{value / unit:,.0f}"
 
     say(row("device", "GiB", "GB/s", "bf16", "fp8"))
     for d in devices:
-        rates = cell(d.peaks().get("bf16"), 1e12), cell(d.fp8, 1e12)
-        say(row(d.name, cell(d.memory, 2**30), cell(d.bandwidth, 1e9), *rates))
+        rates = format_cell(d.peaks().get("bf16"), 1e12), format_cell(d.fp8, 1e12)
+        say(row(d.name, format_cell(d.memory, 2**30), format_cell(d.bandwidth, 1e9), *rates))
     say(
         "\nbf16 (or fp16) and fp8: dense peaks in TFLOP/s; "
         "another device: --gpu name=X,memory=24GiB,bandwidth=1008,bf16=165"
@@ -207,12 +207,12 @@ def _list_devices(json: bool) -> None:
 
 def _compute_optimal(flops: float, json: bool) -> None:
     """Prints the compute-optimal model size and tokens for a budget of FLOPs, by three approaches."""
-    from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_view import budget_picture
+    from preheat.cli.views.console import build_console, emit
+    from preheat.cli.views.plan_view import build_budget
     from preheat.planning.analytic import compute_optimal
 
     approaches = [vars(o) for o in compute_optimal(flops)]
     if json:
         emit({"flops": flops, "approaches": approaches})
     else:
-        console().print(budget_picture(flops, approaches))
+        build_console().print(build_budget(flops, approaches))

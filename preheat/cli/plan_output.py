@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from preheat.core.plan import Plan
     from preheat.recipe import Recipe
 
-__all__ = ["finish", "recipe_text", "text_part_note"]
+__all__ = ["finish", "render_recipe", "text_part_note"]
 
 
 def finish(
@@ -38,23 +38,23 @@ def finish(
         assumed: settings that the command does not state.
         command: what to type next.
     """
-    from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines
-    from preheat.cli.views.plan_view import plan_details
+    from preheat.cli.views.console import build_console, emit
+    from preheat.cli.views.plan_answer import WIDTH, Answer, wrap_command
+    from preheat.cli.views.plan_view import build_details
 
     interrupted = result.searched.interrupted
     if json:
         emit(result)
     else:
-        screen = console()
+        screen = build_console()
         page = None if interrupted else html
         written = [(path, label) for path, label in ((out, "recipe"), (page, "page")) if path is not None]
-        last = command_lines(command, min(screen.width, WIDTH)) if command else []
+        last = wrap_command(command, min(screen.width, WIDTH)) if command else []
         below = len(last) + len(written)
-        notes = _notes(result, html)
+        notes = _collect_notes(result, html)
         screen.print(Answer(result, subject.recipe.name, assumed=assumed, notes=notes, below=below))
         if verbose:
-            screen.print(plan_details(result))
+            screen.print(build_details(result))
         for path, label in written:
             screen.print(f"{label:<10}{path}", soft_wrap=True)
         for line in last:
@@ -66,7 +66,7 @@ def finish(
         raise typer.Exit(3)
 
 
-def _notes(result: Plan, html: Path | None) -> list[str]:
+def _collect_notes(result: Plan, html: Path | None) -> list[str]:
     """Returns the notes below an answer.
 
     Args:
@@ -103,7 +103,7 @@ def text_part_note(recipe: Recipe) -> str | None:
     return text_part.describe(wrapper.model_type) if wrapper is not None else None
 
 
-def recipe_text(result: Plan, subject: Subject) -> str:
+def render_recipe(result: Plan, subject: Subject) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe import Data
     from preheat.recipe.commented_yaml import render_brief

@@ -17,32 +17,32 @@ __all__ = ["plan_serving"]
 
 def plan_serving(options: PlanOptions) -> None:
     """Prints weights, KV cache, sequences that fit and peak speed for each combination of weight and cache format."""
-    from preheat.cli.options.subject import devices_of, subject_of
+    from preheat.cli.options.subject import count_devices, find_subject
     from preheat.cli.options.unused import FOR_ANOTHER_DEVICE, SERVING, note_unread
     from preheat.cli.plan_output import text_part_note
-    from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_view import serving_picture
+    from preheat.cli.views.console import build_console, emit
+    from preheat.cli.views.plan_view import build_serving
 
-    subject = subject_of(options.what, options.set, length=options.length, devices=options.devices)
+    subject = find_subject(options.what, options.set, length=options.length, devices=options.devices)
     recipe = subject.recipe
-    devices, _ = devices_of(options, subject)
+    devices, _ = count_devices(options, subject)
     if subject.from_user:
         modes = [SERVING] if options.gpu is None else [SERVING, FOR_ANOTHER_DEVICE]
         note_unread(modes, recipe, besides=("parallel.devices",) if devices > 1 else ())
-    result = _figures(recipe, options.gpu, devices)
+    result = _collect_figures(recipe, options.gpu, devices)
     if note := text_part_note(recipe):
         result["text_part"] = note
     if options.json:
         emit(result)
     else:
-        console().print(serving_picture(result))
+        build_console().print(build_serving(result))
         if note:
-            console().print(note, style="dim", soft_wrap=True)
+            build_console().print(note, style="dim", soft_wrap=True)
     if not result["fits"]:
         raise typer.Exit(3)
 
 
-def _figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> JsonObject:
+def _collect_figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> JsonObject:
     """Returns what `--json` prints, without the note on a model's text part."""
     from preheat.hardware.rates import Rates
     from preheat.planning.analytic import count_model_parameters, estimate_serving

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from signal import SIGINT
 from typing import TYPE_CHECKING
 
-from preheat.cli.options.subject import METHODS, devices_of, subject_of
+from preheat.cli.options.subject import METHODS, count_devices, find_subject
 from preheat.cli.options.unused import FOR_ANOTHER_DEVICE, note_unread
-from preheat.cli.plan_output import finish, recipe_text, text_part_note
-from preheat.cli.views.next_command import assumed_settings, next_command
-from preheat.cli.views.output import passing
+from preheat.cli.plan_output import finish, render_recipe, text_part_note
+from preheat.cli.views.next_command import build_next_command, list_assumed_settings
+from preheat.cli.views.output import print_progress
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -64,18 +64,18 @@ def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
     """
     from preheat.planning import answer_cache
 
-    question = _question(options)
+    question = _read_question(options)
     subject, key = question.subject, question.key
     stored = answer_cache.load(key) if key is not None else None
     if stored is not None and (options.html is None or stored.figures is not None):
         _print(question, again, stored.plan, stored.recipe, stored.figures)
         return
     if not options.json:
-        passing("dry run: starting")  # the imports take seconds
-    result, page = _planned(question)
+        print_progress("dry run: starting")  # the imports take seconds
+    result, page = _plan_or_search(question)
     currency = options.price.currency if options.price is not None else result.currency
     result = replace(result, text_part=text_part_note(subject.recipe), currency=currency, absent=subject.absent)
-    text = recipe_text(result, subject)
+    text = render_recipe(result, subject)
     if result.searched.interrupted:
         # The best so far is no answer to store, and the page takes another dry run.
         _print(question, again, result, text, None)
@@ -86,28 +86,28 @@ def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
     _print(question, again, result, text, figures)
 
 
-def _question(options: TrainingPlanOptions) -> _Question:
+def _read_question(options: TrainingPlanOptions) -> _Question:
     """Finds the recipe and the devices.
 
     Raises:
         RecipeError: there is no such recipe or model, or the options contradict the recipe.
     """
-    subject = _subject(options)
+    subject = _choose_subject(options)
     if subject.from_user and options.method is not None:
         raise RecipeError(
             f"--method: {options.method}: a recipe's techniques define how it trains; leave --method out, or name a "
             "model"
         )
-    devices, per_host = devices_of(options, subject)
+    devices, per_host = count_devices(options, subject)
     if subject.from_user and options.gpu is not None:
         besides = ("parallel.devices",) if devices > 1 else ()
         note_unread([FOR_ANOTHER_DEVICE], subject.recipe, besides=besides)
     return _Question(options, subject, devices, per_host)
 
 
-def _subject(options: TrainingPlanOptions, *, method: str | None = None, devices: int | None = None) -> Subject:
+def _choose_subject(options: TrainingPlanOptions, *, method: str | None = None, devices: int | None = None) -> Subject:
     """Returns the recipe that is asked for, or that of another method or number of devices."""
-    return subject_of(
+    return find_subject(
         options.what,
         options.set,
         method=method or options.method or "full",
@@ -125,18 +125,18 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         figures: of its page; None if no page is asked for, or the search was interrupted.
     """
     options, subject, per_host = question.options, question.subject, question.per_host
-    assumed = [] if subject.from_user else assumed_settings(subject, result, again, per_host=per_host)
-    command = next_command(result, subject, options, again, per_host=per_host)
+    assumed = [] if subject.from_user else list_assumed_settings(subject, result, again, per_host=per_host)
+    command = build_next_command(result, subject, options, again, per_host=per_host)
     if options.out is not None:
         from preheat.files import write_generated
 
         so_far = "; the search was interrupted, this is the best so far" if result.searched.interrupted else ""
         write_generated(options.out, text, f"# written by preheat plan{so_far}")
     if options.html is not None and figures is not None:
-        from preheat.cli.views.plan_answer import page_texts
+        from preheat.cli.views.plan_answer import build_page_texts
         from preheat.report.plan_page import write_plan
 
-        write_plan(result, figures, page_texts(result, assumed=assumed, command=command), text, options.html)
+        write_plan(result, figures, build_page_texts(result, assumed=assumed, command=command), text, options.html)
     finish(
         result,
         subject,
@@ -149,7 +149,7 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
     )
 
 
-def _planned(question: _Question) -> tuple[Plan, Callable[[], PlanFigures]]:
+def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures]]:
     """Returns the plan, and a function that computes the figures of its page."""
     from preheat.planning.plan_request import request_of
 
@@ -159,9 +159,9 @@ def _planned(question: _Question) -> tuple[Plan, Callable[[], PlanFigures]]:
         request = request_of(subject.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
         return plan_as_written(request, devices, price)
     request = request_of(subject.recipe, gpu, world=devices, per_host=per_host, count_rows=subject.from_user)
-    return _searched(
+    return _search_recipe(
         request,
-        _fixes(question),
+        _find_fixes(question),
         aim=options.aim or "fastest",
         allow=options.allow or ("exact" if subject.from_user else "rounding"),
         price=price,
@@ -193,7 +193,7 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
     extended = any(Tag.EXTENDED_CONTEXT in t.provided() for t in added)  # also report the longest context that fits
     result = SearchResult(EvaluatedPlan(recipe, prediction, worst_numerics(added), recipe.batch.size, ()))
 
-    def page() -> PlanFigures:
+    def build_page() -> PlanFigures:
         return build_figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
     # Settings that were `auto` in the recipe, with the values that the dry run chose.
@@ -208,7 +208,7 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
         chosen=prediction.chosen,
         longest_context=find_longest_as_stated(request) if extended else None,
         settled=settled,
-    ), page
+    ), build_page
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _Fixes:
     length: Sequence[str]
 
 
-def _fixes(question: _Question) -> _Fixes:
+def _find_fixes(question: _Question) -> _Fixes:
     """Returns what to try if nothing fits."""
     from preheat.planning.plan_request import request_of
 
@@ -235,13 +235,13 @@ def _fixes(question: _Question) -> _Fixes:
     if not subject.from_user:
         names = list(METHODS)
         fewer = names[names.index(options.method or "full") + 1 :]
-        methods = {name: _subject(options, method=name).recipe for name in fewer}
+        methods = {name: _choose_subject(options, method=name).recipe for name in fewer}
 
     def request_on(devices: int) -> Request | None:
         if options.gpu is None:  # more processes share this machine's memory
             return None
         try:
-            recipe = _subject(options, devices=devices).recipe
+            recipe = _choose_subject(options, devices=devices).recipe
             per_host = question.per_host if options.nodes > 1 else min(devices, 8)
             return request_of(recipe, options.gpu, world=devices, per_host=per_host, count_rows=False)
         except RecipeError:  # the recipe is for a stated number of devices
@@ -250,7 +250,7 @@ def _fixes(question: _Question) -> _Fixes:
     return _Fixes(methods, request_on, ("--set", "batch.seq_len=") if subject.from_user else ("--length", ""))
 
 
-def _searched(
+def _search_recipe(
     request: Request, fixes: _Fixes, *, aim: str, allow: str, price: float | None, quiet: bool
 ) -> tuple[Plan, Callable[[], PlanFigures]]:
     """Searches for the best recipe; if nothing fits, the alternatives are what does.
@@ -273,7 +273,7 @@ def _searched(
 
     def tell(message: str) -> None:
         if not quiet:
-            passing(f"dry run: {message}")
+            print_progress(f"dry run: {message}")
 
     def search_for(request: Request, *, passes: int = passes, confirm: bool = True) -> SearchResult:
         space = Space(request, allow)  # type: ignore[arg-type]
@@ -281,10 +281,10 @@ def _searched(
             return find_longest(space, passes=passes, tell=tell)
         return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)  # type: ignore[arg-type]
 
-    def fitting(result: SearchResult) -> Iterator[Alternative]:
+    def iterate_fitting(result: SearchResult) -> Iterator[Alternative]:
         """Yields what fits instead, as alternatives."""
 
-        def alternative(
+        def build_alternative(
             options: Sequence[str], instead: SearchResult, tradeoff: str, devices: int = devices
         ) -> Alternative:
             would = explain(instead, devices=devices, price=price)
@@ -306,11 +306,11 @@ def _searched(
             instead = search_for(replace(request, recipe=other), passes=passes // 2, confirm=False)
             if instead.best.plan.fits_safely:
                 base = " on a base in 4 bits" if name == "qlora" else ""
-                yield alternative(["--method", name], instead, f"trains an adapter{base}")
+                yield build_alternative(["--method", name], instead, f"trains an adapter{base}")
         space = Space(request, allow)  # type: ignore[arg-type]
         if shorter := find_shorter_rows(result.best, space):
             length = shorter.recipe.batch.seq_len
-            yield alternative(
+            yield build_alternative(
                 [*fixes.length[:-1], f"{fixes.length[-1]}{length}"],
                 SearchResult(shorter),
                 f"sequences of {length:,} tokens",
@@ -318,7 +318,7 @@ def _searched(
         if more := find_more_devices(result.best, space, fixes.request_on, passes=passes // 2, tell=tell):
             count, instead = more
             hosts = [] if count <= 8 else ["--nodes", str(count // 8)]
-            yield alternative(["--count", str(min(count, 8)), *hosts], instead, f"{count} devices", count)
+            yield build_alternative(["--count", str(min(count, 8)), *hosts], instead, f"{count} devices", count)
 
     with start_worker_pool(observe_for_others):
         result = search_for(request)
@@ -326,16 +326,16 @@ def _searched(
         if not explained.fits_safely and not result.interrupted:
             instead: list[Alternative] = []
             try:
-                instead.extend(fitting(result))
+                instead.extend(iterate_fitting(result))
             except Interrupted as signal:
                 if signal.number != SIGINT:
                     raise
                 explained = replace(explained, searched=replace(explained.searched, interrupted=True))
             explained = replace(explained, alternatives=(*explained.alternatives, *instead))
         if not quiet:
-            passing()
+            print_progress()
 
-    def page() -> PlanFigures:
+    def build_page() -> PlanFigures:
         return build_figures(result, request)
 
-    return explained, page
+    return explained, build_page

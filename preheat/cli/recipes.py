@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 
 
-def _summary(path: Path) -> str:
+def _read_summary(path: Path) -> str:
     """Returns the first line of a recipe file, which is a comment that describes it."""
     # Each built-in recipe begins with such a comment.
     return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
@@ -42,10 +42,10 @@ def recipes(context: typer.Context, json: Json = False) -> None:
     # The callback also runs ahead of `show` and `schema`.
     if context.invoked_subcommand is not None:
         return
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.recipe import built_in
 
-    summaries = {name: _summary(path) for name, path in built_in().items()}
+    summaries = {name: _read_summary(path) for name, path in built_in().items()}
     if json:
         emit({"recipes": summaries})
         return
@@ -54,7 +54,7 @@ def recipes(context: typer.Context, json: Json = False) -> None:
     table = Table("recipe", "what for", box=None, pad_edge=False)
     for name, summary in summaries.items():
         table.add_row(name, summary)
-    console().print(table)
+    build_console().print(table)
 
 
 @app.command("show")

@@ -12,7 +12,7 @@ __all__ = ["app"]
 app = typer.Typer(help="List and show the techniques.", invoke_without_command=True)
 
 
-def _document(cls: type) -> str:
+def _render_document(cls: type) -> str:
     import sys
 
     # The documentation of a technique is that of its module.
@@ -28,7 +28,7 @@ def techniques(context: typer.Context, json: Json = False) -> None:
     # The callback also runs ahead of `show`.
     if context.invoked_subcommand is not None:
         return
-    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.console import build_console, emit
     from preheat.core import registry
 
     known = registry()
@@ -36,7 +36,11 @@ def techniques(context: typer.Context, json: Json = False) -> None:
         emit(
             {
                 "techniques": {
-                    name: {"stage": cls.stage.name, "numerics": cls.numerics, "what": _document(cls).split("\n")[0]}
+                    name: {
+                        "stage": cls.stage.name,
+                        "numerics": cls.numerics,
+                        "what": _render_document(cls).split("\n")[0],
+                    }
                     for name, cls in known.items()
                 }
             }
@@ -44,13 +48,13 @@ def techniques(context: typer.Context, json: Json = False) -> None:
         return
     from rich.table import Table
 
-    screen = console()
+    screen = build_console()
     # A narrow terminal needs its width for the descriptions.
     wide = screen.width >= 100
     table = Table("technique", *(["stage"] if wide else []), "numerics", "what", box=None, pad_edge=False)
     for name, cls in known.items():
         stage = [cls.stage.name.lower()] if wide else []
-        table.add_row(name, *stage, cls.numerics, _document(cls).split("\n")[0].partition(": ")[2])
+        table.add_row(name, *stage, cls.numerics, _render_document(cls).split("\n")[0].partition(": ")[2])
     screen.print(table)
 
 
@@ -70,7 +74,7 @@ def show(name: str) -> None:
     if name not in known:
         raise RecipeError(f"{name}: no such technique; {suggest_nearest(name, list(known))}")
     cls = known[name]
-    say(_document(cls))
+    say(_render_document(cls))
     docs = field_docs(cls)
     say("settings:" if dataclasses.fields(cls) else "no settings")
     for f in dataclasses.fields(cls):

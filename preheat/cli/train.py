@@ -20,7 +20,7 @@ from preheat.core.json_types import JsonObject
 from preheat.hardware.interrupts import Interrupted
 from preheat.run.layout import PROFILE
 from preheat.training.launch.local import LAUNCHED
-from preheat.training.signals import under_agent
+from preheat.training.signals import is_under_agent
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
 
-__all__ = ["resuming", "run", "train"]
+__all__ = ["build_resume_command", "run", "train"]
 
 
 def run(
@@ -59,20 +59,20 @@ def run(
     from contextlib import nullcontext
 
     from preheat import report as reports
-    from preheat.cli.views.console import Alarms, Live, console, emit
+    from preheat.cli.views.console import Alarms, Live, build_console, emit
     from preheat.training.loop import train as start
 
-    screen = console()
+    screen = build_console()
     lead = int(os.environ.get("RANK", "0")) == 0  # only rank 0 prints and writes the report
     live = Live(screen, recipe.name, planned=planned) if lead and not json else nullcontext(Alarms())
     folder = out or Path("runs") / recipe.name
-    with live as watch, _naming_resume_command(folder, again):
+    with live as watch, _add_resume_command(folder, again):
         result = start(recipe, out=out, resume=resume, force=force, watch=watch, rates=rates, profile=profile)
     if result.get("already_finished"):
         if json and lead:
             emit(result)
         elif lead:
-            screen.print(_finished(result, recipe), soft_wrap=True)
+            screen.print(_describe_finish(result, recipe), soft_wrap=True)
         return result
     code = _exit_code(result["stopped"])
     if lead:
@@ -83,11 +83,11 @@ def run(
             result["profile"] = str(profiled)
         # Under the launcher, the parent process prints the command.
         if code and LAUNCHED not in os.environ:
-            result["resume"] = resuming(again, folder)
+            result["resume"] = build_resume_command(again, folder)
         if json:
             emit(result)
         else:
-            screen.print(_summary(result))
+            screen.print(_build_summary(result))
             if "resume" in result:
                 say(f"to resume: {result['resume']}")
     if code:
@@ -104,10 +104,10 @@ def _exit_code(stopped: str | None) -> int:
 
     # 128 + number of the signal, as shells report it.
     known = {number.name: int(number) for number in signal.Signals}
-    return 128 + known[stopped] if stopped in known and (LAUNCHED in os.environ or not under_agent()) else 0
+    return 128 + known[stopped] if stopped in known and (LAUNCHED in os.environ or not is_under_agent()) else 0
 
 
-def resuming(arguments: Sequence[str], folder: Path) -> str:
+def build_resume_command(arguments: Sequence[str], folder: Path) -> str:
     """Returns the shell command that resumes a run: the user's command with the run's folder and --resume.
 
     The steps that it profiled are not profiled again, and going back to a checkpoint is done once.
@@ -124,7 +124,7 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
 
-def _finished(result: JsonObject, recipe: Recipe) -> Text:
+def _describe_finish(result: JsonObject, recipe: Recipe) -> Text:
     from rich.text import Text
 
     early = {"patience": "a larger stop.patience", "target_loss": "a lower stop.target_loss"}
@@ -147,22 +147,22 @@ def _finished(result: JsonObject, recipe: Recipe) -> Text:
 
 
 @contextmanager
-def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
+def _add_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
     """Adds the command that resumes the run to an `Interrupted` error, if the folder holds a run by then."""
     try:
         yield
     except Interrupted as signal:
         # recipe.yaml marks a run that has begun: without it there is nothing to resume.
         begun = (folder / "recipe.yaml").exists()
-        raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
+        raise Interrupted(signal.number, build_resume_command(arguments, folder) if begun else None) from None
 
 
-def _summary(result: JsonObject) -> Group:
+def _build_summary(result: JsonObject) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import rate
+    from preheat.cli.views.console import format_rate
     from preheat.sanitize import format_memory
 
     table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
@@ -171,7 +171,7 @@ def _summary(result: JsonObject) -> Group:
         ("  allocated", "allocated_gib", format_memory),
         ("  reserved", "reserved_gib", format_memory),
         ("  context", "context_gib", format_memory),
-        ("tokens/s", "tokens_per_second", rate),
+        ("tokens/s", "tokens_per_second", format_rate),
     )
     for label, key, show in shown:
         expected, measured = result["predicted"].get(key), result.get(key)
@@ -206,7 +206,7 @@ def _summary(result: JsonObject) -> Group:
     )
 
 
-def _dry_run(
+def _run_dry(
     recipe: str,
     overrides: list[str],
     *,
@@ -217,15 +217,15 @@ def _dry_run(
     json: bool,
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
-    from preheat.cli.options.subject import subject_of
+    from preheat.cli.options.subject import find_subject
     from preheat.planning.plan_request import choose_hardware, request_of
 
     # Reports recipe errors before torch is imported, which takes seconds.
-    subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
+    subject = find_subject(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     # These import torch.
     from preheat.cli.plan_output import finish, text_part_note
     from preheat.cli.plan_training import plan_as_written
-    from preheat.cli.views.console import Alarms, console
+    from preheat.cli.views.console import Alarms, build_console
     from preheat.engine.device import resolve_device
     from preheat.errors import RecipeError
     from preheat.models import configs
@@ -248,7 +248,7 @@ def _dry_run(
             subject.recipe, configs.source_config(subject.recipe), Alarms(), device=device, world=world
         )
         if not json:
-            console().print(f"data: {data.source}; {data.text()}", soft_wrap=True, markup=False, highlight=False)
+            build_console().print(f"data: {data.source}; {data.text()}", soft_wrap=True, markup=False, highlight=False)
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
     result, _ = plan_as_written(request, devices, None)
     result = replace(result, text_part=text_part_note(subject.recipe), absent=subject.absent)
@@ -262,17 +262,21 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
     """Trains in several processes and exits with their exit code."""
     from preheat.cli.views.console import Alarms, emit
     from preheat.training.launch.local import start
-    from preheat.training.recovery.fallback_log import oom_records
+    from preheat.training.recovery.fallback_log import find_oom_records
 
-    with _naming_resume_command(folder, typed):
+    with _add_resume_command(folder, typed):
         # A failure that has left a record of exhausted memory restarts with the next fallback, whatever --restarts is.
         ended = start(
-            command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm
+            command,
+            processes=nproc,
+            restarts=restarts,
+            again=lambda: bool(find_oom_records(folder)),
+            say=Alarms().alarm,
         )
         if ended.signal is not None and not (json and ended.result):
             raise Interrupted(ended.signal)
     if json and ended.result:
-        emit(ended.result | ({"resume": resuming(typed, folder)} if ended.signal is not None else {}))
+        emit(ended.result | ({"resume": build_resume_command(typed, folder)} if ended.signal is not None else {}))
     raise typer.Exit(ended.code)
 
 
@@ -401,7 +405,7 @@ def train(
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     if dry_run:
         device = None if gpu is None else resolve_accelerator(gpu)
-        _dry_run(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, json=json)
+        _run_dry(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, json=json)
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")

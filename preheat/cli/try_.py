@@ -77,8 +77,8 @@ def try_(
     """
     from contextlib import nullcontext
 
-    from preheat.bench.try_technique import TrialOptions, trial
-    from preheat.cli.views.console import console, emit, rate
+    from preheat.bench.try_technique import TrialOptions, run_trial
+    from preheat.cli.views.console import build_console, emit, format_rate
     from preheat.sanitize import format_memory
 
     # Both spellings are accepted, as for the options.
@@ -94,10 +94,10 @@ def try_(
         seq_len,
         benchmark,
     )
-    screen = console()
+    screen = build_console()
     with nullcontext() if json else screen.status("starting") as status:
         # Under --json nothing is printed besides the result.
-        result = trial(wish, status.update if status is not None else lambda line: None)
+        result = run_trial(wish, status.update if status is not None else lambda line: None)
     if json:
         emit(result)
         return
@@ -108,7 +108,7 @@ def try_(
         ),
         soft_wrap=True,
     )
-    screen.print(_table(result))
+    screen.print(_build_table(result))
     screen.print(
         "times: without it; cosine: of the first gradients; on a GPU: tensors of a step there, by the dry run",
         style="dim",
@@ -116,7 +116,7 @@ def try_(
     )
     for row in result.rows:
         if row.predicted and row.not_run:
-            speed, peak = rate(row.predicted.tokens_per_second), format_memory(row.predicted.peak_gib)
+            speed, peak = format_rate(row.predicted.tokens_per_second), format_memory(row.predicted.peak_gib)
             screen.print(f"- {row.name}: predicted here {speed} tokens/s in {peak}", soft_wrap=True)
     for line in result.verdicts:
         screen.print(f"- {line}", soft_wrap=True)
@@ -127,10 +127,10 @@ def try_(
         screen.note(line)
 
 
-def _table(result: TrialResult) -> Table:
+def _build_table(result: TrialResult) -> Table:
     from rich.table import Table
 
-    from preheat.cli.views.console import rate
+    from preheat.cli.views.console import format_rate
     from preheat.core.bench import MeasuredTrialRow
     from preheat.sanitize import format_memory
 
@@ -145,7 +145,7 @@ def _table(result: TrialResult) -> Table:
         cells = ["not run", "-", "-", "-", "-", "-"]
         if isinstance(row, MeasuredTrialRow):
             cells = [
-                rate(row.tokens_per_second),
+                format_rate(row.tokens_per_second),
                 "-" if row.ratio is None else f"{row.ratio:.2f}",
                 format_memory(row.peak_gib),
                 f"{row.loss:.3f}",

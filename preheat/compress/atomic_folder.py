@@ -15,7 +15,7 @@ from typing import TextIO
 from preheat.errors import PreheatError, RunError
 from preheat.sanitize import shorten
 
-__all__ = ["MARK", "NewFolder", "Unwritable", "home_of", "require_new", "why_unwritable"]
+__all__ = ["MARK", "NewFolder", "Unwritable", "choose_home", "require_new", "describe_write_error"]
 
 MARK = ".preheat-writing"
 """Lock file in a folder that is being written. It marks leftovers of a killed process; nothing else is ever removed."""
@@ -65,7 +65,7 @@ class NewFolder:
     def __enter__(self) -> Path:
         require_new(self.out)
         try:
-            self._begin()
+            self._open_folder()
         except OSError as error:
             self._remove()
             raise Unwritable(self.out, error.strerror or str(error)) from None
@@ -74,7 +74,7 @@ class NewFolder:
             raise
         return self._temporary
 
-    def _begin(self) -> None:
+    def _open_folder(self) -> None:
         parent = self._temporary.parent
         # Recorded before mkdir, so that a failure removes exactly the folders that did not exist.
         self._parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
@@ -94,7 +94,7 @@ class NewFolder:
         lock = mark.open("a")
         # The kernel releases the lock of a killed process, so a stale mark never blocks; a mark alone could.
         try:
-            if not _locked(lock):
+            if not _is_locked(lock):
                 raise RunError(
                     f"{self.out}: another process is writing it; wait for it or end it, or name another "
                     "folder with --out"
@@ -123,7 +123,7 @@ class NewFolder:
         # After a success the temporary folder is gone, so this only closes the lock.
         self._remove()
         # Errors of other kinds propagate unchanged.
-        why = error.reason if isinstance(error, Unwritable) else why_unwritable(error)
+        why = error.reason if isinstance(error, Unwritable) else describe_write_error(error)
         if why:
             raise Unwritable(self.out, why) from None
 
@@ -158,7 +158,7 @@ def _is_ours(folder: Path, mark: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and (mark.is_file() or not any(folder.iterdir()))
 
 
-def _locked(file: TextIO) -> bool:
+def _is_locked(file: TextIO) -> bool:
     import fcntl
 
     try:
@@ -169,14 +169,14 @@ def _locked(file: TextIO) -> bool:
     return True
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         # As Python prints a chain: `from None` hides the context.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def why_unwritable(error: BaseException | None) -> str:
+def describe_write_error(error: BaseException | None) -> str:
     """Returns why writing failed, or '' if the error is about something else.
 
     safetensors, tokenizers, torch and compilers raise errors of their own for a full disk, some of them bare
@@ -184,7 +184,7 @@ def why_unwritable(error: BaseException | None) -> str:
     """
     if isinstance(error, PreheatError) or not isinstance(error, Exception):
         return ""
-    for cause in _chain(error):
+    for cause in _iterate_causes(error):
         # Missing permissions count only for the error itself; deeper in the chain libraries handle them.
         if isinstance(cause, OSError) and cause.errno in (
             *_FULL,
@@ -205,7 +205,7 @@ def why_unwritable(error: BaseException | None) -> str:
     return ""
 
 
-def home_of(source: str | Path) -> tuple[Path, str]:
+def choose_home(source: str | Path) -> tuple[Path, str]:
     """Returns the default parent folder for output made from a model, and a suffix for its name.
 
     Output of a checkpoint goes into its run, not into the checkpoint's own folder.
@@ -250,6 +250,6 @@ def require_new(out: str | Path, source: str | Path | None = None) -> None:
         raise RunError(f"{out}: cannot be written ({ancestor}: Permission denied); name another folder with --out")
     if source is None:
         return
-    home = home_of(source)[0].resolve()
+    home = choose_home(source)[0].resolve()
     if (home / "recipe.yaml").is_file() and any(target.resolve().is_relative_to(home / name) for name in _OWN):
         raise RunError(f"{out}: is inside a folder of the run {home.name} itself; name another folder with --out")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from preheat.compress.calibration_text import Texts
 from preheat.compress.export import verify
-from preheat.compress.latency import Speed, speeds
+from preheat.compress.latency import Speed, measure_speeds
 from preheat.core.compression import CompressedVariant, Figures, TimedFigures
 from preheat.inference.load import LoadedModel
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from preheat.evaluation.results import Result
 
-__all__ = ["Baseline", "Comparison", "Untimed", "held_logits", "quality"]
+__all__ = ["Baseline", "Comparison", "Untimed", "compute_held_out_logits", "evaluate_quality"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Untimed:
             notes=self.notes,
             quantized=self.quantized,
             bytes=self.bytes,
-            before=_timed(comparison.before, speeds["before"]),
-            after=_timed(comparison.after, speeds[self.name]),
+            before=_add_times(comparison.before, speeds["before"]),
+            after=_add_times(comparison.after, speeds[self.name]),
             max_logit_difference=comparison.max_logit_difference,
             largest_logit=comparison.largest_logit,
             top_1_agreement=comparison.top_1_agreement,
@@ -74,7 +74,7 @@ class Untimed:
         )
 
 
-def _timed(figures: Figures, speed: Speed) -> TimedFigures:
+def _add_times(figures: Figures, speed: Speed) -> TimedFigures:
     return TimedFigures(
         **vars(figures),
         prompt_tokens=speed.prompt,
@@ -114,15 +114,15 @@ class Baseline:
 
         model: PreTrainedModel = opened.build.trained[0]
         # First, while adapters and fake quantization are those that the model was trained with.
-        result, logits = quality(opened, texts, measured), held_logits(model, opened)
+        result, logits = evaluate_quality(opened, texts, measured), compute_held_out_logits(model, opened)
         if names_of(model):
             merge(model)
         unfake_(model)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         model.float().requires_grad_(False)
         # After the merge and the cast: rounded once from fp32.
-        plain = _half(model)
-        return cls(plain, result, _bytes(plain), dtype, logits, texts, measured)
+        plain = _copy_in_half(model)
+        return cls(plain, result, _count_bytes(plain), dtype, logits, texts, measured)
 
     def against(self, compressed: LoadedModel) -> tuple[Comparison, PreTrainedModel]:
         """Compares a compressed model with this one; returns the figures, and the model to time.
@@ -132,16 +132,16 @@ class Baseline:
         from preheat.ops.quantization.serialization import find_quantized_modules
 
         model: PreTrainedModel = compressed.build.trained[0]
-        logits = held_logits(model, compressed)
+        logits = compute_held_out_logits(model, compressed)
         difference = verify.compare(self.logits, logits)
         same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, logits, strict=True))
-        after = quality(compressed, self.texts, self.measured)
+        after = evaluate_quality(compressed, self.texts, self.measured)
         # Both are timed in bf16; quantized maps keep their own formats.
-        timed = model if find_quantized_modules(model) else _half(model)
-        rise, rise_interval = _rise(self.quality, after)
+        timed = model if find_quantized_modules(model) else _copy_in_half(model)
+        rise, rise_interval = _compute_rise(self.quality, after)
         comparison = Comparison(
-            before=_figures(self.quality, self.bytes, "bfloat16"),
-            after=_figures(after, _bytes(timed)),
+            before=_build_figures(self.quality, self.bytes, "bfloat16"),
+            after=_build_figures(after, _count_bytes(timed)),
             max_logit_difference=difference.largest,
             largest_logit=difference.scale,
             top_1_agreement=same / difference.tokens,
@@ -155,10 +155,10 @@ class Baseline:
         # At least two tokens, at most 128, and one fewer than the row.
         first = self.texts.calibration[0]
         prompt = first[:, : max(2, min(128, first.shape[1] - 1))]
-        return speeds(models, prompt, turns=turns)
+        return measure_speeds(models, prompt, turns=turns)
 
 
-def _half(model: PreTrainedModel) -> PreTrainedModel:
+def _copy_in_half(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy in bf16 without fake quantization, which would round the weights again in each forward pass."""
     from preheat.ops.quantization.fake_quant import unfake_
     from preheat.ops.quantization.serialization import cast_to_half
@@ -169,21 +169,21 @@ def _half(model: PreTrainedModel) -> PreTrainedModel:
     return half
 
 
-def _bytes(model: PreTrainedModel) -> int:
+def _count_bytes(model: PreTrainedModel) -> int:
     """Returns the bytes of the weights; shared weights count once."""
     # By identity, so that a tied head counts once.
     return sum({id(p): p.nbytes for p in model.parameters()}.values())
 
 
-def held_logits(model: PreTrainedModel, opened: LoadedModel) -> list[Tensor]:
+def compute_held_out_logits(model: PreTrainedModel, opened: LoadedModel) -> list[Tensor]:
     """Returns the logits of a model over rows of real text."""
     from preheat.models.hf import compute_reference_logits
 
-    rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
+    rows = verify.tokenize_samples(opened.tokenizer, opened.build.model.positions, [])
     return [compute_reference_logits(model, row).cpu() for row in rows]
 
 
-def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
+def evaluate_quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     """Returns loss and perplexity on held-out text."""
     from preheat.evaluation.perplexity import count_token_bytes, measure_text
 
@@ -193,7 +193,7 @@ def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     )
 
 
-def _figures(result: Result, bytes: int, dtype: str | None = None) -> Figures:
+def _build_figures(result: Result, bytes: int, dtype: str | None = None) -> Figures:
     from preheat.evaluation.bootstrap import compute_interval
 
     loss, perplexity = result.metrics["loss"], result.metrics["perplexity"]
@@ -209,7 +209,7 @@ def _figures(result: Result, bytes: int, dtype: str | None = None) -> Figures:
     )
 
 
-def _rise(before: Result, after: Result) -> tuple[float, tuple[float | None, float | None]]:
+def _compute_rise(before: Result, after: Result) -> tuple[float, tuple[float | None, float | None]]:
     """Returns the relative rise of perplexity with its 95 % interval (paired bootstrap over the rows)."""
     from preheat.evaluation.bootstrap import compute_difference
 

@@ -60,7 +60,7 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
         all_of = read_text_rows(
             recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder
         )
-        return _parted(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th sequence held out")
+        return _split_texts(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th sequence held out")
     if opened.step is None:
         raise RecipeError("--data: is needed with a model's folder: name the text to calibrate with and to measure on")
     # The run's own preparation, so that validation rows are those that it never trained on.
@@ -75,21 +75,21 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
         raise RecipeError("--data: is needed, since the run's data is read as a stream: name a text to calibrate with")
     description = f"the run's own data ({', '.join(Path(str(part.source)).name for part, _ in recipe.data.parts())})"
     if prepared.validation is None or not len(prepared.validation):
-        return _parted(
+        return _split_texts(
             prepared.train,
             rows,
             cut,
             f"{description}, which has no validation data: every {_SHARE}th training sequence held out",
         )
-    chosen = _spread(len(prepared.train), rows)
+    chosen = _spread_indices(len(prepared.train), rows)
     return Texts(
-        _tokens(prepared.train, chosen),
+        _cut_tokens(prepared.train, chosen),
         prepared.validation,
         f"{description}: training sequences, measured on validation sequences",
     )
 
 
-def _parted(all_of: Rows, rows: int, cut: int, description: str) -> Texts:
+def _split_texts(all_of: Rows, rows: int, cut: int, description: str) -> Texts:
     # Spread over the text, because its end may differ from its beginning.
     held_out = [n for n in range(len(all_of)) if n % _SHARE == _SHARE - 1]
     others = [n for n in range(len(all_of)) if n % _SHARE != _SHARE - 1]
@@ -99,7 +99,9 @@ def _parted(all_of: Rows, rows: int, cut: int, description: str) -> Texts:
             "or lower --length"
         )
     return Texts(
-        _tokens(all_of, [others[n] for n in _spread(len(others), rows)]), RowSubset(all_of, held_out), description
+        _cut_tokens(all_of, [others[n] for n in _spread_indices(len(others), rows)]),
+        RowSubset(all_of, held_out),
+        description,
     )
 
 
@@ -116,13 +118,13 @@ class RowSubset:
         return self.rows.row(self.numbers[index])
 
 
-def _spread(total: int, limit: int) -> list[int]:
+def _spread_indices(total: int, limit: int) -> list[int]:
     from preheat.data.loader import choose_evaluation_rows
 
     return list(choose_evaluation_rows(total, limit))
 
 
-def _tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:
+def _cut_tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:
     read = [rows.row(n) for n in numbers]
     real = [row.tokens if row.padding is None else row.tokens[~row.padding] for row in read]
     # (1, length); rows of one length follow each other, since they are computed as batches.

@@ -29,7 +29,7 @@ from preheat.recipe.yaml_io import read
 if TYPE_CHECKING:
     from preheat.core.compression import CompressionResult, ImageResult
 
-__all__ = ["START", "Chain", "Step", "Steps", "load_chain", "located"]
+__all__ = ["START", "Chain", "Step", "Steps", "load_chain", "add_location"]
 
 Subject = TypeVar("Subject")
 """The object that a chain measures and times: the model itself, or the function that runs it."""
@@ -130,7 +130,7 @@ def load_chain(path: str | Path) -> Chain:
 
 
 @contextlib.contextmanager
-def located(place: str) -> Iterator[None]:
+def add_location(place: str) -> Iterator[None]:
     """Context manager that adds a step's location to RecipeErrors."""
     try:
         yield

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.compress import model_card, save_load
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.before_after import Baseline, Untimed, held_logits
+from preheat.compress.before_after import Baseline, Untimed, compute_held_out_logits
 from preheat.compress.calibration import require_rows
 from preheat.compress.calibration_text import Texts, find_texts
 from preheat.compress.export import verify
 from preheat.compress.registry import Method, methods
-from preheat.compress.unfinished_run import unfinished
+from preheat.compress.unfinished_run import note_unfinished
 from preheat.core.compression import CompressedVariant, CompressionResult
 from preheat.core.export import ExportResult
 from preheat.errors import RecipeError, RunError, suggest_nearest
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Variant",
     "compress",
-    "made_of",
-    "once",
+    "build_variant",
+    "remove_duplicates",
     "read_variant",
     "read_variants",
     "require_modules",
-    "summed",
-    "trained_for",
+    "summarize_variants",
+    "find_trained_variants",
 ]
 
 Say = Callable[[str], None]
@@ -70,14 +70,14 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
         >>> [v.method.group for v in read_variants(["int4", "awq"], None, ["awq.group=64"])]
         ['auto', 64]
     """
-    split = [_parsed(text) for text in texts]
+    split = [_parse_method(text) for text in texts]
     if bits is not None:
         split.append(("bit_budget", {"bits": bits}))
     known = methods()
     keys = {name: [field.name for field in dataclasses.fields(known[name])] for name, _ in split if name in known}
-    # Without a known method, `made_of` reports the unknown name instead.
+    # Without a known method, `build_variant` reports the unknown name instead.
     for item in overrides if keys else ():
-        key, value = _setting(item, f"--set {item}")
+        key, value = _parse_setting(item, f"--set {item}")
         owner, _, own = key.rpartition(".")
         if owner and owner not in keys:
             raise RecipeError(
@@ -96,7 +96,7 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
         for name, values in split:
             if name in having:
                 values[own] = value
-    return [made_of(name, values) for name, values in split]
+    return [build_variant(name, values) for name, values in split]
 
 
 def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
@@ -112,12 +112,12 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
     return read_variants([text], None, overrides)[0]
 
 
-def _parsed(text: str) -> tuple[str, dict[str, object]]:
+def _parse_method(text: str) -> tuple[str, dict[str, object]]:
     name, *pairs = re.split(r",(?![^\[]*\])", text)  # commas inside a list do not separate
-    return name, dict(_setting(pair, f"--method {text}") for pair in pairs)
+    return name, dict(_parse_setting(pair, f"--method {text}") for pair in pairs)
 
 
-def _setting(pair: str, where: str) -> tuple[str, object]:
+def _parse_setting(pair: str, where: str) -> tuple[str, object]:
     from preheat.recipe.yaml_io import compose
 
     key, equals, raw = pair.partition("=")
@@ -128,7 +128,7 @@ def _setting(pair: str, where: str) -> tuple[str, object]:
     return key.strip(), compose(raw, f"--set {shorten(pair)}", numbered=False)[0]
 
 
-def made_of(name: str, values: Mapping[str, object]) -> Variant:
+def build_variant(name: str, values: Mapping[str, object]) -> Variant:
     """Builds a method from its name and settings.
 
     Raises:
@@ -141,17 +141,17 @@ def made_of(name: str, values: Mapping[str, object]) -> Variant:
     method = reader.flat(known[name], values, (name,))
     reader.refuse()
     # The label is also the name of the variant's folder.
-    label = "-".join([name, *(f"{key}-{_plain(value)}" for key, value in sorted(values.items()))])
+    label = "-".join([name, *(f"{key}-{_format_plainly(value)}" for key, value in sorted(values.items()))])
     return Variant(label, method)
 
 
-def _plain(value: object) -> str:
+def _format_plainly(value: object) -> str:
     return "".join(
         c if c.isalnum() or c in "._" else "-" for c in (",".join(value) if isinstance(value, list) else str(value))
     )
 
 
-def trained_for(source: str | Path) -> list[Variant]:
+def find_trained_variants(source: str | Path) -> list[Variant]:
     """Returns the variant that a run with quantization-aware training was trained for; empty for other runs."""
     from preheat import recipe as recipes
 
@@ -234,28 +234,28 @@ def compress(
         # In turns at the end, so that a change of the machine's load affects all models alike.
         speeds = before.time(models, turns=turns)
         compressed = [figures.timed(speeds) for figures in untimed]
-        warning = unfinished(source, opened.step)
+        warning = note_unfinished(source, opened.step)
         # The cards contain the times, so they come after the timing.
         for row, variant, folder in zip(compressed, variants, folders, strict=True):
-            text = model_card.of_compressed(
+            text = model_card.render_compressed_card(
                 row,
                 source=str(source),
                 texts=texts,
                 reads=variant.method.reads_rows,
-                said=once([warning, *(row.notes or ())]),
+                said=remove_duplicates([warning, *(row.notes or ())]),
             )
             (folder / "README.md").write_text(text, encoding="utf-8")
-        choice = _chosen(compressed, within)
-        all_notes = once([warning, *(note for row in compressed for note in row.notes or ()), *notes])
+        choice = _choose_variant(compressed, within)
+        all_notes = remove_duplicates([warning, *(note for row in compressed for note in row.notes or ()), *notes])
         chosen_folder = out if len(variants) == 1 else out / choice[0]
-        summary = summed(chosen_folder, compressed, choice, str(source), texts, all_notes)
+        summary = summarize_variants(chosen_folder, compressed, choice, str(source), texts, all_notes)
         (root / "compress.json").write_text(to_json(summary, indent=1), encoding="utf-8")
         # Before the rename, so that the folder appears complete or not at all.
         page(root)
     return summary
 
 
-def once(notes: Iterable[str]) -> list[str]:
+def remove_duplicates(notes: Iterable[str]) -> list[str]:
     """Removes duplicates and empty notes."""
     return list(dict.fromkeys(filter(None, notes)))
 
@@ -315,14 +315,16 @@ def _compress_variant(
     model: PreTrainedModel = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
     notes = save_load.write_model(model, opened, folder, method=name, dtype=before.dtype)
-    notes += verify.code_in(folder)
-    logits = held_logits(model, opened)
+    notes += verify.note_code(folder)
+    logits = compute_held_out_logits(model, opened)
     # Frees a copy before the next one is opened.
     del model
     say(f"{name}: reading back the written folder")
     reopened = load_model(folder)
     # Exactly equal: both are computed from the same stored weights, by the same code.
-    if (difference := verify.compare(logits, held_logits(reopened.build.trained[0], reopened)).largest) != 0:
+    if (
+        difference := verify.compare(logits, compute_held_out_logits(reopened.build.trained[0], reopened)).largest
+    ) != 0:
         raise RunError(
             f"{folder.name}: read back, its logits differ by up to {difference:.2g} from those of the model that was "
             "written; nothing was written; please report it"
@@ -334,7 +336,7 @@ def _compress_variant(
         method=method.name(),
         settings=dataclasses.asdict(method),
         what=change.what,
-        bytes=save_load.weight_bytes(folder),
+        bytes=save_load.count_weight_bytes(folder),
         comparison=comparison,
         detail=change.detail,
         notes=tuple(notes),
@@ -343,7 +345,7 @@ def _compress_variant(
     return row, timed
 
 
-def _chosen(variants: Sequence[CompressedVariant], within: float) -> tuple[str, str]:
+def _choose_variant(variants: Sequence[CompressedVariant], within: float) -> tuple[str, str]:
     """Returns the name of the variant to use, and why."""
     # Within the limit the smallest wins; beyond it only quality counts.
     near = [v for v in variants if v.perplexity_rise <= within]
@@ -354,7 +356,7 @@ def _chosen(variants: Sequence[CompressedVariant], within: float) -> tuple[str, 
     return best.name, f"none is within {within:.0%}: the one with the lowest perplexity"
 
 
-def summed(
+def summarize_variants(
     path: Path,
     variants: Sequence[CompressedVariant],
     choice: tuple[str, str],

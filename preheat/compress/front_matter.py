@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
-from preheat.compress.atomic_folder import home_of
+from preheat.compress.atomic_folder import choose_home
 from preheat.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["FOLDER_NOTE", "Front", "front_matter", "hub_name", "pipeline_of"]
+__all__ = ["FOLDER_NOTE", "Front", "build_front_matter", "hub_name", "find_pipeline_tag"]
 
 FOLDER_NOTE = "  # a folder, not a name on the hub: put the hub's name here"
 """Comment behind a `base_model` that is the name of a folder."""
@@ -34,7 +34,7 @@ class Front:
     left_out: str
 
 
-def front_matter(
+def build_front_matter(
     source: str | Path, *, library: str, pipeline: str, relation: str = "quantized", tags: Sequence[str] = ()
 ) -> Front:
     """Builds the front matter of a model made from `source`.
@@ -49,7 +49,7 @@ def front_matter(
     """
     import yaml
 
-    home = home_of(source)[0]
+    home = choose_home(source)[0]
     recipe = recipes.load(home / "recipe.yaml", warn=False) if (home / "recipe.yaml").is_file() else None
     # A converted or compressed model has its source as base; a trained one has the source of its run.
     base: str | None = str(Path(source).resolve())
@@ -66,11 +66,11 @@ def front_matter(
         if name is None:
             note = FOLDER_NOTE
         values |= {"base_model": name or Path(base).resolve().name, "base_model_relation": relation}
-    license_fields = _license_of(base)
+    license_fields = _read_license(base)
     values |= license_fields
     if not license_fields:
         omitted.append("license: " + ("none is stated" if base is None else "the base's own card states none here"))
-    if names := _datasets(recipe):
+    if names := _list_datasets(recipe):
         values["datasets"] = names
     values["tags"] = list(dict.fromkeys(["preheat", *tags]))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
@@ -79,7 +79,7 @@ def front_matter(
     return Front(f"---\n{text}---", f"Left out above: {'; '.join(omitted)}." if omitted else "")
 
 
-def pipeline_of(config: PretrainedConfig) -> str:
+def find_pipeline_tag(config: PretrainedConfig) -> str:
     """Returns the hub's name of the task for a language model's configuration."""
     if any(name.endswith("SequenceClassification") for name in config.architectures or ()):
         return "text-classification"
@@ -96,7 +96,7 @@ def hub_name(base: str) -> str | None:
     return base if _HUB.fullmatch(base) and not Path(base).exists() else None
 
 
-def _license_of(base: str | None) -> JsonObject:
+def _read_license(base: str | None) -> JsonObject:
     """Returns the license fields of the card in the base's folder."""
     import yaml
 
@@ -116,7 +116,7 @@ def _license_of(base: str | None) -> JsonObject:
     return {key: known[key] for key in _LICENSE if isinstance(known.get(key), str)}
 
 
-def _datasets(recipe: Recipe | None) -> list[str]:
+def _list_datasets(recipe: Recipe | None) -> list[str]:
     """Returns the hub's names of the datasets."""
     if recipe is None:
         return []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Speed", "in_turns", "speeds"]
+__all__ = ["Speed", "call_in_turns", "measure_speeds"]
 
 Timing = TypeVar("Timing")
 
@@ -38,7 +38,7 @@ class Speed:
     high: float
 
 
-def speeds(
+def measure_speeds(
     models: Mapping[str, PreTrainedModel], prompt: Tensor, *, tokens: int = 32, turns: int = 5
 ) -> dict[str, Speed]:
     """Times greedy decoding of each model with its own forward and a KV cache; the first turn is warmup.
@@ -54,15 +54,15 @@ def speeds(
         161.2
     """
 
-    def timing(model: PreTrainedModel) -> tuple[float, float]:
+    def time_generation(model: PreTrainedModel) -> tuple[float, float]:
         with plain_forward(model):
-            return _once(model, prompt, tokens)
+            return _time_once(model, prompt, tokens)
 
-    timings = in_turns({name: partial(timing, model) for name, model in models.items()}, turns)
-    return {name: _median(prompt.shape[1], measured) for name, measured in timings.items()}
+    timings = call_in_turns({name: partial(time_generation, model) for name, model in models.items()}, turns)
+    return {name: _median_speed(prompt.shape[1], measured) for name, measured in timings.items()}
 
 
-def in_turns(runs: Mapping[str, Callable[[], Timing]], turns: int) -> dict[str, list[Timing]]:
+def call_in_turns(runs: Mapping[str, Callable[[], Timing]], turns: int) -> dict[str, list[Timing]]:
     """Calls each of `runs` once per turn, so that machine load affects all alike; the first turn is warmup."""
     timings: dict[str, list[Timing]] = {name: [] for name in runs}
     # Turn 0 warms up: kernels are loaded and memory is allocated.
@@ -74,7 +74,7 @@ def in_turns(runs: Mapping[str, Callable[[], Timing]], turns: int) -> dict[str, 
     return timings
 
 
-def _once(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, float]:
+def _time_once(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, float]:
     """Returns the seconds to the first token, and tokens per second after it."""
     import torch
     from transformers import DynamicCache
@@ -98,6 +98,6 @@ def _once(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, f
         return first, tokens / (time.perf_counter() - start)
 
 
-def _median(prompt: int, timings: Sequence[tuple[float, float]]) -> Speed:
+def _median_speed(prompt: int, timings: Sequence[tuple[float, float]]) -> Speed:
     first, decode = zip(*timings, strict=True)
     return Speed(prompt, statistics.median(first), statistics.median(decode), min(decode), max(decode))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["QuantizedWeights", "python_of", "run", "unpacked"]
+__all__ = ["QuantizedWeights", "find_python", "run", "unpack_codes"]
 
 VARIABLE = "PREHEAT_LLM_COMPRESSOR"
 _INSTALL = (
@@ -71,7 +71,7 @@ def run(
     Raises:
         RunError: there is no such environment, or the process fails.
     """
-    program, why = python_of(python)
+    program, why = find_python(python)
     if why:
         raise RunError(f"--method llm_compressor: {why}")
     with tempfile.TemporaryDirectory(prefix="preheat-llm-compressor-") as name:
@@ -104,7 +104,7 @@ def run(
         return _read(folder / "made", model, request)
 
 
-def python_of(python: str | None) -> tuple[str, str]:
+def find_python(python: str | None) -> tuple[str, str]:
     """Returns the environment's Python, and why it is unusable ('' if it is usable)."""
     named = python or os.environ.get(VARIABLE)
     if named is None:
@@ -130,7 +130,7 @@ def _read(folder: Path, model: PreTrainedModel, request: QuantizationRequest) ->
         if parts["packed"] is None or parts["scale"] is None:
             raise RunError(f"--method llm_compressor: left {name} unchanged; please report it")
         rows, inputs = model.get_submodule(name).weight.shape
-        codes, scales = unpacked(parts["packed"], request["bits"], inputs), parts["scale"].to(torch.bfloat16)
+        codes, scales = unpack_codes(parts["packed"], request["bits"], inputs), parts["scale"].to(torch.bfloat16)
         # Eight-bit codes are stored with an offset of 128.
         maps[name] = (
             Groups(codes, scales, None)
@@ -148,7 +148,7 @@ def _read(folder: Path, model: PreTrainedModel, request: QuantizationRequest) ->
     return QuantizedWeights(maps, str(version))
 
 
-def unpacked(packed: Tensor, bits: int, inputs: int) -> Tensor:
+def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
     """Unpacks codes uint8 [out, inputs] from int32 [out, ceil(inputs * bits / 32)], lowest bits first (pack-quantized).
 
     Example:

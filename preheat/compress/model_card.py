@@ -1,6 +1,6 @@
 """Model cards (README.md): of compressed models, of exports, and of the steps of image classifiers' chains.
 
-Each kind of card hands its sections to `_card`, which adds the front matter and what had to be left out of it.
+Each kind of card hands its sections to `_render_card`, which adds the front matter and what had to be left out of it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
-from preheat.compress.atomic_folder import home_of
+from preheat.compress.atomic_folder import choose_home
 from preheat.compress.export import hub
-from preheat.compress.front_matter import front_matter
+from preheat.compress.front_matter import build_front_matter
 from preheat.core.run_records import Results
 from preheat.recipe.paths import shorten_paths
 from preheat.run.reader import Reader
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from preheat.core.export import ExportResult
     from preheat.recipe import Recipe
 
-__all__ = ["before_and_after", "of_compressed", "of_image_step", "version_of", "write_export"]
+__all__ = ["format_before_and_after", "render_compressed_card", "render_image_card", "find_version", "write_export"]
 
 _USES = {
     ".onnx": (
@@ -48,7 +48,7 @@ _IMAGE = (
 )
 
 
-def _card(
+def _render_card(
     source: str | Path,
     title: str,
     sections: Iterable[str],
@@ -66,19 +66,21 @@ def _card(
         sections: paragraphs, lists, tables; empty ones are left out.
         closing: begins the last paragraph, before what was left out of the front matter.
     """
-    front = front_matter(source, library=library, pipeline=pipeline, relation=relation, tags=tags)
+    front = build_front_matter(source, library=library, pipeline=pipeline, relation=relation, tags=tags)
     # Says which fields the front matter lacks, such as the license of an unknown base.
     last = " ".join(filter(None, (closing, front.left_out)))
     return "\n\n".join(filter(None, (front.yaml, f"# {title}", *sections, last))) + "\n"
 
 
-def _table(rows: Sequence[Sequence[str]], rule: str = "---") -> str:
+def _render_table(rows: Sequence[Sequence[str]], rule: str = "---") -> str:
     """Returns a table in Markdown with the first row as its head."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0].replace("|  |", "| |"), "|" + f"{rule}|" * len(rows[0]), *lines[1:]])
 
 
-def of_compressed(row: CompressedVariant, *, source: str, texts: Texts, reads: bool, said: Sequence[str] = ()) -> str:
+def render_compressed_card(
+    row: CompressedVariant, *, source: str, texts: Texts, reads: bool, said: Sequence[str] = ()
+) -> str:
     """Returns the card of a compressed model: method, source, data and measurements.
 
     Args:
@@ -103,7 +105,7 @@ def of_compressed(row: CompressedVariant, *, source: str, texts: Texts, reads: b
         f"From: `{name}`, adapters merged, in fp32. Settings: {settings}.",
         *(f"Note: {note}." for note in said),
         f"Calibration: {calibration}. Data: {texts.description}.",
-        _table(
+        _render_table(
             [
                 ("", "before", "after"),
                 (
@@ -132,7 +134,7 @@ def of_compressed(row: CompressedVariant, *, source: str, texts: Texts, reads: b
         f"the\nsame at {row.top_1_agreement:.1%} of the positions. The written model was read back and reproduces "
         "its in-memory logits exactly.",
     ]
-    return _card(
+    return _render_card(
         source,
         f"{name}, compressed by {row.method}",
         sections,
@@ -141,12 +143,12 @@ def of_compressed(row: CompressedVariant, *, source: str, texts: Texts, reads: b
         tags=("compressed", row.method),
         closing=(
             'Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. '
-            f"Written by {version_of('preheat')}."
+            f"Written by {find_version('preheat')}."
         ),
     )
 
 
-def of_image_step(summary: ImageResult, number: int, folder: Path) -> str:
+def render_image_card(summary: ImageResult, number: int, folder: Path) -> str:
     """Returns the card of one step of an image classifier's chain: method, source, images and measurements.
 
     Args:
@@ -172,7 +174,7 @@ def of_image_step(summary: ImageResult, number: int, folder: Path) -> str:
         f"From the image classifier `{name}`:",
         "\n".join(f"{n}. {step.method}: {step.what}." for n, step in enumerate(steps, 1)),
         f"Images: {summary.data}.",
-        _table(
+        _render_table(
             [
                 ("", "accuracy", "loss", "parameters", "bytes", "as before", "ms an image"),
                 *(
@@ -196,7 +198,7 @@ def of_image_step(summary: ImageResult, number: int, folder: Path) -> str:
         comparison,
         f"Use:\n\n```\n{_IMAGE}{_USES[suffix]}\n```",
     ]
-    return _card(
+    return _render_card(
         summary.source,
         f"{name}: {last.method}",
         sections,
@@ -204,7 +206,7 @@ def of_image_step(summary: ImageResult, number: int, folder: Path) -> str:
         pipeline="image-classification",
         # The hub has no relation for a converted file; a pruned or distilled model is a finetune.
         relation="quantized" if suffix else "finetune",
-        closing=f"Written by {version_of('preheat')}.",
+        closing=f"Written by {find_version('preheat')}.",
     )
 
 
@@ -231,15 +233,15 @@ def write_export(
         pipeline: the hub's name of the task.
     """
     # The run's name, also of a checkpoint.
-    title = f"{home_of(run)[0].resolve().name}: {title}"
+    title = f"{choose_home(run)[0].resolve().name}: {title}"
     sections = [
-        *_origin(Path(run), summary),
+        *_describe_origin(Path(run), summary),
         "## Compared with the original model",
-        _compared(summary),
+        _render_comparison(summary),
         f"Note: {_without_path(summary.note, Path(run))}." if summary.note else "",
         f"## Use\n\n```\n{use}\n```",
     ]
-    text = _card(
+    text = _render_card(
         run,
         title,
         sections,
@@ -251,7 +253,7 @@ def write_export(
     hub.write_record(folder, title, summary.step)
 
 
-def version_of(package: str) -> str:
+def find_version(package: str) -> str:
     """Returns a package and its version, as in "onnxruntime 1.32.0"."""
     from importlib.metadata import version
 
@@ -262,15 +264,15 @@ def version_of(package: str) -> str:
 
 def _without_path(text: str, run: Path) -> str:
     """Returns a text about a run that was named by an absolute path, with its name instead."""
-    home, _ = home_of(run)
+    home, _ = choose_home(run)
     return text.replace(str(home), home.name) if home.is_absolute() else text
 
 
-def _origin(run: Path, summary: ExportResult) -> list[str]:
+def _describe_origin(run: Path, summary: ExportResult) -> list[str]:
     """Returns the sections on the run: data, training, evaluation, prediction and recipe."""
     merged = f", {summary.merged} adapters merged" if summary.merged else ""
     # Of a checkpoint, the run's folder.
-    run, _ = home_of(run)
+    run, _ = choose_home(run)
     if not (run / "recipe.yaml").is_file():
         return [f"Written by preheat from the folder `{run.resolve().name}`{merged}."]
     reader = Reader(run)
@@ -279,14 +281,14 @@ def _origin(run: Path, summary: ExportResult) -> list[str]:
     return [
         f"Written by preheat from the run `{run.resolve().name}`{merged}.",
         "## Trained",
-        "\n".join([*changes, *_data(reader, recipe), *_measured(reader, summary.step)]),
+        "\n".join([*changes, *_describe_data(reader, recipe), *_describe_measurements(reader, summary.step)]),
         *_evaluated(reader, summary.step),
         *_predicted(reader),
         f"The recipe:\n\n```yaml\n{recipes.dump(recipe).strip()}\n```",
     ]
 
 
-def _data(run: Reader, recipe: Recipe) -> list[str]:
+def _describe_data(run: Reader, recipe: Recipe) -> list[str]:
     data = run.data
     if not data.source:
         return []
@@ -305,7 +307,7 @@ def _bare(template: str | None) -> str | None:
     return Path(template).name if template and Path(template).is_absolute() else template
 
 
-def _measured(reader: Reader, step: int | None) -> list[str]:
+def _describe_measurements(reader: Reader, step: int | None) -> list[str]:
     # Those of the exported checkpoint: the run may have continued.
     metrics = [line for line in reader.metrics() if step is None or line.step <= step]
     evaluations = [line for line in reader.evaluations() if step is None or line.step <= step]
@@ -343,7 +345,7 @@ def _evaluated(reader: Reader, step: int | None) -> list[str]:
             for metric, figure in result.metrics.items():
                 was = f"{old[metric].value:.5g}" if metric in old else "not measured"
                 rows.append((f"{name}: {metric.replace('_', ' ')}", was, f"{figure.value:.5g}"))
-    return ["## Evaluation", _table(rows)] if len(rows) > 1 else []
+    return ["## Evaluation", _render_table(rows)] if len(rows) > 1 else []
 
 
 def _predicted(reader: Reader) -> list[str]:
@@ -357,10 +359,10 @@ def _predicted(reader: Reader) -> list[str]:
         ("peak memory", format_memory(predicted.peak_gib), format_memory(measured.peak_gib)),
         ("tokens/s", format_three_digits(predicted.tokens_per_second), format_three_digits(measured.tokens_per_second)),
     ]
-    return ["## Memory and speed of training", _table(rows)]
+    return ["## Memory and speed of training", _render_table(rows)]
 
 
-def before_and_after(summary: ExportResult) -> str:
+def format_before_and_after(summary: ExportResult) -> str:
     """Returns an export's perplexities, with their precisions if these differ.
 
     As in "5.1 before (computed in bf16), 5.2 after (f16 weights)".
@@ -373,8 +375,8 @@ def before_and_after(summary: ExportResult) -> str:
     return f"{before.perplexity:.5g} before{computed}, {after.perplexity:.5g} after{weights}"
 
 
-def _compared(summary: ExportResult) -> str:
-    """Returns a table with `verify.figures`."""
+def _render_comparison(summary: ExportResult) -> str:
+    """Returns a table with `verify.build_comparison`."""
     rows = [
         ("positions compared", f"{summary.tokens:,}, of prose, code, arithmetic and JSON"),
         (
@@ -385,5 +387,5 @@ def _compared(summary: ExportResult) -> str:
         ("same most likely token", f"{summary.top1_agreement:.1%} of positions"),
     ]
     if summary.before.perplexity is not None:
-        rows.append((f"perplexity on {summary.perplexity_of}", before_and_after(summary)))
-    return f"Read back by {summary.read_by}:\n\n" + _table([("", ""), *rows], " --- ")
+        rows.append((f"perplexity on {summary.perplexity_of}", format_before_and_after(summary)))
+    return f"Read back by {summary.read_by}:\n\n" + _render_table([("", ""), *rows], " --- ")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.compress.atomic_folder import require_new
-from preheat.compress.chain import Chain, Steps, located
+from preheat.compress.chain import Chain, Steps, add_location
 from preheat.compress.compress import Page, Say
 from preheat.compress.text_steps import TextSteps
 from preheat.compress.vision.steps import ImageSteps
@@ -69,7 +69,7 @@ def run_chain(
     for number, (step, path) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
         progress, label = f"step {number} of {len(chain.steps)}", steps.label(step)
         say(f"{progress}: {label}")
-        with located(path):
+        with add_location(path):
             name, what = steps.take(step, number)
             # Exports of language models are compared by their writers.
             if step.export is None or steps.measures_exports:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "High",
-    "chosen_maps",
-    "group_for",
+    "choose_maps",
+    "choose_group_size",
     "keep_high",
     "quantize",
     "quantize_by_inputs",
     "describe_precision",
-    "weights_and_bits",
+    "count_weights_and_bits",
 ]
 
 
@@ -48,14 +48,14 @@ class High:
 
     def require(self, model: PreTrainedModel) -> None:
         method = type(self).__module__.rpartition(".")[2]
-        chosen, _ = chosen_maps(model, self, method)
+        chosen, _ = choose_maps(model, self, method)
         # Not every method has groups, and with 8 bits there are none.
         if getattr(self, "bits", 4) == 4:
             for name, module in chosen.items():
-                group_for(name, module, getattr(self, "group", "auto"), method)
+                choose_group_size(name, module, getattr(self, "group", "auto"), method)
 
 
-def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[dict[str, nn.Module], set[str]]:
+def choose_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[dict[str, nn.Module], set[str]]:
     """Selects the linear maps that a method quantizes.
 
     Returns:
@@ -82,7 +82,7 @@ def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[di
     return chosen, excluded
 
 
-def group_for(name: str, module: nn.Module, group: int | str, method: str) -> int:
+def choose_group_size(name: str, module: nn.Module, group: int | str, method: str) -> int:
     """Returns the group size of a map: the number of inputs that share a scale.
 
     Raises:
@@ -103,7 +103,7 @@ def quantize(
     """Replaces each chosen map by `make(name, map)`, and converts the modules in `keep`, in place."""
     from preheat.ops.quantization.serialization import put_in
 
-    chosen, excluded = chosen_maps(model, settings, method)
+    chosen, excluded = choose_maps(model, settings, method)
     # all first, so that an error leaves the model unchanged
     quantized = {name: make(name, module) for name, module in chosen.items()}
     # Read before the maps are replaced, when both are still plain modules.
@@ -127,7 +127,7 @@ def quantize_by_inputs(
     from preheat.models.layerwise import plain_forward
     from preheat.ops.quantization.serialization import put_in
 
-    chosen, excluded = chosen_maps(model, settings, method)
+    chosen, excluded = choose_maps(model, settings, method)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     remaining = dict(chosen)
     # Later maps are calibrated on the outputs of the quantized maps before them, so that they can compensate.
@@ -140,13 +140,13 @@ def quantize_by_inputs(
     # Maps outside the layers, such as the head, are calibrated when all layers are quantized.
     if remaining:
         with plain_forward(model):
-            for name, statistics in _inputs_of(model, remaining, rows).items():
+            for name, statistics in _collect_inputs(model, remaining, rows).items():
                 put_in(model, name, make(name, remaining[name], statistics))
     keep_high(model, excluded, settings.high, tied=tied)
     return describe_precision(model, list(chosen), f"{description}; calibrated on {describe(rows)}")
 
 
-def _inputs_of(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor]) -> dict[str, Inputs]:
+def _collect_inputs(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor]) -> dict[str, Inputs]:
     """Collects the inputs of maps outside the layers, such as the head if it is quantized."""
     from preheat.compress.calibration import Layer
 
@@ -190,7 +190,7 @@ def describe_precision(model: PreTrainedModel, names: Sequence[str], description
     from preheat.models.hf import embedding
     from preheat.ops.quantization.serialization import find_form, find_quantized_modules
 
-    weights, bits = weights_and_bits(model, names)
+    weights, bits = count_weights_and_bits(model, names)
     looked_up = embedding(model)
     # Quantized modules that the method did not choose: those of `keep`.
     others = [m for name, m in find_quantized_modules(model).items() if name not in set(names) and m is not looked_up]
@@ -209,7 +209,7 @@ def describe_precision(model: PreTrainedModel, names: Sequence[str], description
     )
 
 
-def weights_and_bits(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
+def count_weights_and_bits(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
     """Returns the number of weights of linear maps, and their bits with scales, zeros and factors, without biases."""
     from preheat.ops.quantization.linear import QuantizedMap
     from preheat.ops.quantization.nf4 import PackedMap

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from preheat.inference.load import LoadedModel
 
-__all__ = ["finish", "weight_bytes", "write_model"]
+__all__ = ["finish", "count_weight_bytes", "write_model"]
 
 WEIGHTS = "model.safetensors"
 
@@ -45,7 +45,7 @@ def write_model(
     """
     from safetensors.torch import save_file
 
-    from preheat.compress.special_tokens import name_ends
+    from preheat.compress.special_tokens import set_end_tokens
     from preheat.data.tokenizer import describe_rebuild
     from preheat.models.sensitive_modules import roles
     from preheat.ops.quantization.serialization import quantization_config
@@ -55,7 +55,7 @@ def write_model(
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
     # Sets the model's config and generation settings, which are saved below.
-    ends = name_ends(model, opened)
+    ends = set_end_tokens(model, opened)
     if quantized:
         names = roles(model)
         quantization = quantization_config(model, method, (names["embedding"][0], names["head"][0]))
@@ -84,6 +84,6 @@ def write_model(
     return [*ends.notes, *([note] if note else [])]
 
 
-def weight_bytes(folder: Path) -> int:
+def count_weight_bytes(folder: Path) -> int:
     """Returns the bytes of a folder's weight files."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

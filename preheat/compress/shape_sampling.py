@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from preheat.compress.structured_pruning import heads_at_once
+from preheat.compress.structured_pruning import count_heads_at_once
 from preheat.models.conversions.slicing import Sizes, build_parameter_counter, describe_misfit, sizes_of, width_step
 from preheat.models.layerwise import plain_forward
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["draw", "least", "relative_time"]
+__all__ = ["draw", "smallest_sizes", "measure_relative_time"]
 
 # Minimum fraction of the parameter budget that a shape with all its channels must use, so that all candidates have
 # about the same size.
@@ -44,7 +44,7 @@ def draw(
         multiple: channels and hidden dimensions are multiples of it.
     """
     current, count, total = sizes_of(model.config), build_parameter_counter(model), model.num_parameters()
-    group, rng = heads_at_once(current), random.Random(seed)
+    group, rng = count_heads_at_once(current), random.Random(seed)
     budget = None if parameters is None else parameters * total
     shapes: dict[Sizes, None] = {}
 
@@ -87,10 +87,10 @@ def draw(
     return list(shapes)
 
 
-def least(model: PreTrainedModel, smallest: float, multiple: int) -> Sizes:
+def smallest_sizes(model: PreTrainedModel, smallest: float, multiple: int) -> Sizes:
     """Returns the smallest shape that `draw` may draw, without the family's constraints on its width."""
     current = sizes_of(model.config)
-    group = heads_at_once(current)
+    group = count_heads_at_once(current)
     # Rounded up, as in `draw`, whose fractions are minimums.
     units = max(math.ceil(smallest * current.heads / group), 1)
 
@@ -107,7 +107,7 @@ def least(model: PreTrainedModel, smallest: float, multiple: int) -> Sizes:
     )
 
 
-def relative_time(smaller: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
+def measure_relative_time(smaller: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """Returns the forward time of `smaller` as a fraction of the model's, on the longest row.
 
     Medians of `ROUNDS` alternating passes; the first pass of each is warmup.

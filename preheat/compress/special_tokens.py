@@ -20,7 +20,7 @@ from preheat.sanitize import quote_value
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["EndTokens", "end_texts", "name_ends", "require_same_tokens"]
+__all__ = ["EndTokens", "end_texts", "set_end_tokens", "require_same_tokens"]
 
 
 @dataclass
@@ -44,7 +44,7 @@ class EndTokens:
     string: str = ""
 
 
-def name_ends(model: PreTrainedModel, opened: LoadedModel) -> EndTokens:
+def set_end_tokens(model: PreTrainedModel, opened: LoadedModel) -> EndTokens:
     """Sets BOS, EOS and padding tokens in the config and the generation settings, in place.
 
     Values stated by the base are kept; a new model gets the tokenizer's. Generation also stops at the tokenizer's own
@@ -103,12 +103,12 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
     if turn is None or turn == tokenizer.eos_token_id:
         return tokenizer, turn, "", []
     # A new EOS must not change how texts are encoded or chats are rendered.
-    before = _behaviour(tokenizer, template)
+    before = _encode_samples(tokenizer, template)
     ending = copy.deepcopy(tokenizer)
     ending.eos_token = tokenizer.convert_ids_to_tokens(turn)
     # Templates write {{ eos_token }}, which the new token would change as well.
     variables = {**template.variables, "eos_token": ending.eos_token}
-    if _behaviour(ending, replace(template, variables=variables)) != before:
+    if _encode_samples(ending, replace(template, variables=variables)) != before:
         note = (
             f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays {tokenizer.eos_token!r}, "
             "since texts and its template use it: stop at the tokens in generation_config.json"
@@ -117,7 +117,7 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
     return ending, turn, "", []
 
 
-def _behaviour(tokenizer: PreTrainedTokenizerFast, template: Template) -> list[list[int] | str]:
+def _encode_samples(tokenizer: PreTrainedTokenizerFast, template: Template) -> list[list[int] | str]:
     """Returns how texts are tokenized and a chat is rendered; a new EOS token must not change either."""
     # Two turns of the user, so that the end of the assistant's turn is inside the rendered text.
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
@@ -133,7 +133,7 @@ def end_texts(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     from tokenizers import processors
 
     changed = copy.deepcopy(tokenizer)
-    if _ended(changed, tokenizer):
+    if _has_end_tokens(changed, tokenizer):
         return changed
     marks = [(tokenizer.eos_token, tokenizer.eos_token_id)]
     begin = ""
@@ -148,19 +148,19 @@ def end_texts(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     # With these, transformers rebuilds the post-processor when it loads the tokenizer.
     if {"add_bos_token", "add_eos_token"} & changed.init_kwargs.keys():
         changed.init_kwargs["add_eos_token"] = True
-    if not _ended(changed, tokenizer):
+    if not _has_end_tokens(changed, tokenizer):
         raise RunError(
             "--to hf: the tokenizer cannot be made to end each text, as the classifier's texts ended in training"
         )
     return changed
 
 
-def _ended(changed: PreTrainedTokenizerFast, plain: PreTrainedTokenizerFast) -> bool:
+def _has_end_tokens(changed: PreTrainedTokenizerFast, plain: PreTrainedTokenizerFast) -> bool:
     """Returns True if texts are encoded as in training: BOS if the tokenizer adds one, plain tokens, EOS."""
-    return all(changed.encode(text) == _document(plain, text) for text in TEXTS)
+    return all(changed.encode(text) == _encode_document(plain, text) for text in TEXTS)
 
 
-def _document(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def _encode_document(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Returns a text's tokens as a training document."""
     return [*beginning_tokens(tokenizer), *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Importance",
-    "chosen",
+    "choose_kept",
     "count_of",
-    "heads_at_once",
-    "influences",
-    "losses_without",
+    "count_heads_at_once",
+    "compute_influences",
+    "compute_losses_without",
     "measure",
-    "pruned",
+    "build_pruned",
     "require_skipped",
-    "sizes_for_fractions",
+    "choose_sizes",
     "describe_change",
 ]
 
@@ -127,7 +127,7 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
                 mean.add(x.square().flatten(0, -2).sum(0), x.shape[:-1].numel())
 
         hooks.append((norm, record))
-    layer_means, layer_hooks = _influence_hooks(model)
+    layer_means, layer_hooks = _add_influence_hooks(model)
     # One pass serves all scores.
     with plain_forward(model), hook_hidden_states(hooks + layer_hooks):
         run(model, rows)
@@ -148,15 +148,15 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
     )
 
 
-def influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
+def compute_influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
     """Returns the block influence of each layer, [layers]; works for any family."""
-    means, hooks = _influence_hooks(model)
+    means, hooks = _add_influence_hooks(model)
     with plain_forward(model), hook_hidden_states(hooks):
         run(model, rows)
     return torch.stack([mean.value() for mean in means]).cpu()
 
 
-def _influence_hooks(
+def _add_influence_hooks(
     model: PreTrainedModel,
 ) -> tuple[list[_Mean], list[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]]:
     means = [_Mean() for _ in find_anatomy(model).layers]
@@ -170,7 +170,7 @@ def _influence_hooks(
     return means, [(layer, record(mean)) for layer, mean in zip(find_anatomy(model).layers, means, strict=True)]
 
 
-def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> KeptIndices:
+def choose_kept(importance: Importance, current: Sizes, wanted: Sizes) -> KeptIndices:
     """Selects the most important parts for the target sizes: layers and residual dimensions globally, heads and
     channels per layer.
 
@@ -202,7 +202,9 @@ def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> KeptIndices
     return selection
 
 
-def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes, *, refit: bool = False) -> PreTrainedModel:
+def build_pruned(
+    model: PreTrainedModel, importance: Importance, wanted: Sizes, *, refit: bool = False
+) -> PreTrainedModel:
     """Returns a new model of the target sizes with the most important parts of `model`, which is unchanged.
 
     A norm over fewer dimensions divides by a different RMS. Its weight is scaled by the ratio over the calibration
@@ -212,7 +214,7 @@ def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes, *, ref
         refit: fit the maps that read the remaining heads and channels to the outputs of the full model, by least
             squares; else only slice.
     """
-    selection = chosen(importance, slicing.sizes_of(model.config), wanted)
+    selection = choose_kept(importance, slicing.sizes_of(model.config), wanted)
     smaller = slicing.build_smaller(model, selection)
     if selection.hidden is not None:
         # Maps names of the smaller model to those of the original, whose layers have other indices.
@@ -249,13 +251,13 @@ def _refit(
             matrix(module).copy_(fitted if selection.hidden is None else fitted[selection.hidden.to(fitted.device)])
 
 
-def heads_at_once(current: Sizes) -> int:
+def count_heads_at_once(current: Sizes) -> int:
     """Returns the number of query heads pruned together: those of a key-value head, or 1 if one key-value head serves
     all."""
     return current.heads // current.kv_heads if current.kv_heads > 1 else 1
 
 
-def sizes_for_fractions(
+def choose_sizes(
     current: Sizes,
     config: PretrainedConfig,
     *,
@@ -270,7 +272,7 @@ def sizes_for_fractions(
     Raises:
         RecipeError: a fraction leaves nothing, or transformers does not support such a model of the family.
     """
-    group = heads_at_once(current)
+    group = count_heads_at_once(current)
     each = f"of each of the {current.layers} layers"
     what = f"heads {each}" if group == 1 else f"groups of {group} query heads on a key-value head {each}"
     groups = count_of("heads", heads, current.heads // group, what)
@@ -317,7 +319,7 @@ def count_of(knob: str, share: float, current: int, what: str, multiple: int = 1
     return count
 
 
-def losses_without(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
+def compute_losses_without(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
     """Returns the loss over the rows without each layer, [layers]."""
     with plain_forward(model):
         losses = []

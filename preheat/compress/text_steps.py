@@ -13,10 +13,10 @@ from preheat import recipe as recipes
 from preheat.compress import compress
 from preheat.compress.before_after import Baseline, Untimed
 from preheat.compress.calibration_text import find_texts
-from preheat.compress.chain import START, Chain, Step, Steps, located
+from preheat.compress.chain import START, Chain, Step, Steps, add_location
 from preheat.compress.compress import Say, Variant
 from preheat.compress.export import gguf, huggingface, registry
-from preheat.compress.unfinished_run import unfinished
+from preheat.compress.unfinished_run import note_unfinished
 from preheat.core import Slot, Stage, Tag, Technique, TechniqueError, incompatibilities
 from preheat.engine.builder import find_peak_learning_rate, list_techniques, to_single_device
 from preheat.errors import PreheatError, RecipeError, RunError
@@ -53,7 +53,7 @@ class TextSteps(Steps["PreTrainedModel"]):
 
     def __init__(self, source: str | Path, chain: Chain, out: Path, *, data: str | None, measured: int, say: Say):
         self._source, self._chain, self._out, self._measured, self._say = source, chain, out, measured, say
-        self._methods = _methods(chain)
+        self._methods = _parse_methods(chain)
         opened = load_model(source)
         require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
         if any(step.export == "gguf" for step in chain.steps):
@@ -76,7 +76,7 @@ class TextSteps(Steps["PreTrainedModel"]):
         self.recipe = recipe
         # Only the first step's model is known before the text is read.
         if 1 in self._methods:
-            with located(chain.locations[0]):
+            with add_location(chain.locations[0]):
                 compress.require_modules(opened.build.trained[0], [self._methods[1].method])  # type: ignore[arg-type]
         # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
         self.texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
@@ -99,8 +99,8 @@ class TextSteps(Steps["PreTrainedModel"]):
         # Only the first step's model is known now; the models of later steps do not exist yet.
         if chain.steps[0].train is not None:
             try:
-                with located(chain.locations[0]):
-                    self._possible(chain.steps[0], plan_on_this_machine)
+                with add_location(chain.locations[0]):
+                    self._drop_impossible(chain.steps[0], plan_on_this_machine)
             except PreheatError:
                 shutil.rmtree(self._out)  # no step has run yet
                 raise
@@ -141,7 +141,7 @@ class TextSteps(Steps["PreTrainedModel"]):
             huggingface.write(self.place, folder)
             self.place = folder
         # Planned on this machine: techniques may fit the original model and not the one of this step.
-        recipe, skipped = self._possible(step, plan_on_this_machine)
+        recipe, skipped = self._drop_impossible(step, plan_on_this_machine)
         self.notes += [f"{name} was left out: {why}" for name, why in skipped.items()]
         result = train(recipe, out=out, progress=False)
         # Interrupted: an incomplete step must not be the input of the next one.
@@ -164,8 +164,8 @@ class TextSteps(Steps["PreTrainedModel"]):
         speeds = self._before.time(models, turns=turns)
         rows = [row.timed(speeds) for row in self._rows]
         choice = (rows[-1].name, "the last step of the chain")
-        notes = compress.once([unfinished(self._source, self._step_of_source), *self.notes])
-        return compress.summed(self.place, rows, choice, str(self._source), self.texts, notes, self.exports)
+        notes = compress.remove_duplicates([note_unfinished(self._source, self._step_of_source), *self.notes])
+        return compress.summarize_variants(self.place, rows, choice, str(self._source), self.texts, notes, self.exports)
 
     def _require_possible(self, device: str) -> None:
         """Raises RecipeError for errors of training steps that do not depend on the model.
@@ -183,10 +183,10 @@ class TextSteps(Steps["PreTrainedModel"]):
 
         for step, place in zip(self._chain.steps, self._chain.locations, strict=True):
             if step.train is not None:
-                with located(place):
-                    self._possible(step, check)
+                with add_location(place):
+                    self._drop_impossible(step, check)
 
-    def _possible(self, step: Step, check: Callable[[Recipe], object]) -> tuple[Recipe, dict[str, str]]:
+    def _drop_impossible(self, step: Step, check: Callable[[Recipe], object]) -> tuple[Recipe, dict[str, str]]:
         """Returns a step's recipe without the optional techniques that `check` rejects, and why each is rejected."""
         wanted = {
             # `$start` in a teacher's setting is the original model's folder.
@@ -196,7 +196,7 @@ class TextSteps(Steps["PreTrainedModel"]):
         skipped: dict[str, str] = {}
         # Each rejection may name one optional technique; without it, others may be rejected or accepted.
         while True:
-            recipe = self._recipe(step, {name: wanted[name] for name in wanted if name not in skipped})
+            recipe = self._build_recipe(step, {name: wanted[name] for name in wanted if name not in skipped})
             try:
                 check(recipe)
             except TechniqueError as error:
@@ -208,7 +208,7 @@ class TextSteps(Steps["PreTrainedModel"]):
             else:
                 return recipe, skipped
 
-    def _recipe(self, step: Step, techniques: Mapping[str, object]) -> Recipe:
+    def _build_recipe(self, step: Step, techniques: Mapping[str, object]) -> Recipe:
         reader = RecipeReader("chain", {})
         added = reader.techniques(techniques)
         reader.refuse()
@@ -219,7 +219,7 @@ class TextSteps(Steps["PreTrainedModel"]):
             base,
             model=Model(path=str(self.place)),
             # The step's own settings have precedence over the run's.
-            techniques=_kept(base) | added,
+            techniques=_keep_techniques(base) | added,
             optimizer=replace(base.optimizer, lr=step.rate * self.rate),
             stop=stop,
             # No samples of text during the steps.
@@ -230,18 +230,18 @@ class TextSteps(Steps["PreTrainedModel"]):
         return recipes.override(recipe, *items, where="settings") if items else recipe
 
 
-def _methods(chain: Chain) -> dict[int, Variant]:
+def _parse_methods(chain: Chain) -> dict[int, Variant]:
     """Returns the compression methods by step number; reports errors of any step before the first one starts."""
     if chain.steps[0].export is not None:
         raise RecipeError(f"{chain.locations[0]}: exports the unchanged model; use preheat export")
     variants: dict[int, Variant] = {}
     for number, (step, place) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
-        with located(place):
+        with add_location(place):
             if step.compress is not None:
-                variants[number] = compress.made_of(step.compress, step.settings)
+                variants[number] = compress.build_variant(step.compress, step.settings)
             if step.export is not None:
                 # Called for its errors: it rejects unknown formats and dtypes.
-                registry.default_output(Path(), step.export, step.settings.get("dtype"))
+                registry.choose_default_output(Path(), step.export, step.settings.get("dtype"))
                 registry.require_settings(step.export, step.settings)
                 if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):
                     raise RecipeError(
@@ -250,7 +250,7 @@ def _methods(chain: Chain) -> dict[int, Variant]:
     return variants
 
 
-def _kept(recipe: Recipe) -> dict[str, Technique]:
+def _keep_techniques(recipe: Recipe) -> dict[str, Technique]:
     """Returns the run's techniques that apply to any model: kernel stage or later, no objective and no parallelism."""
     return {
         name: t

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from preheat.compress.atomic_folder import home_of
+from preheat.compress.atomic_folder import choose_home
 from preheat.core.run_records import Finished
 from preheat.run.reader import Reader
 
-__all__ = ["unfinished"]
+__all__ = ["note_unfinished"]
 
 
-def unfinished(source: str | Path, step: int | None) -> str:
+def note_unfinished(source: str | Path, step: int | None) -> str:
     """Returns a note on a checkpoint that is not the last of its run; '' for the last one and for models without a run.
 
     Args:
         source: a run or one of its checkpoints.
         step: of the loaded checkpoint.
     """
-    run, _ = home_of(source)
+    run, _ = choose_home(source)
     if step is None or not (run / "events.jsonl").is_file():
         return ""
     reader = Reader(run)

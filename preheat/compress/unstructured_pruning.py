@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from preheat.core import ModelFacts
 
-__all__ = ["maps_to_prune", "problems", "summary", "zero_lowest"]
+__all__ = ["find_maps_to_prune", "find_problems", "summarize_zeros", "zero_lowest"]
 
 
-def problems(sparsity: float, pattern: str, model: ModelFacts) -> list[str]:
+def find_problems(sparsity: float, pattern: str, model: ModelFacts) -> list[str]:
     """Returns why these settings cannot be applied to a model, each reason starting with the setting."""
     errors = []
     if not 0 < sparsity < 1:
@@ -39,7 +39,9 @@ def problems(sparsity: float, pattern: str, model: ModelFacts) -> list[str]:
     return errors
 
 
-def maps_to_prune(model: PreTrainedModel, *, keep: str = "", pattern: str = "unstructured") -> dict[str, nn.Module]:
+def find_maps_to_prune(
+    model: PreTrainedModel, *, keep: str = "", pattern: str = "unstructured"
+) -> dict[str, nn.Module]:
     """Returns the linear maps of a model's layers to prune, by name.
 
     Args:
@@ -82,7 +84,7 @@ def zero_lowest(weight: Tensor, scores: Tensor, sparsity: float, pattern: str, *
     weight.masked_fill_(removed, 0.0)
 
 
-def summary(maps: dict[str, nn.Module], pattern: str) -> str:
+def summarize_zeros(maps: dict[str, nn.Module], pattern: str) -> str:
     """Returns a summary: '82,560 of the 165,120 weights of 35 linear maps are zero, 50.0%'."""
     weights = sum(matrix(m).numel() for m in maps.values())
     # Counted afterwards: weights that were 0 before count too.

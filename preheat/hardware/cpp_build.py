@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from preheat.cache_folder import cache_folder, is_private, own_folder
+from preheat.cache_folder import cache_folder, create_own_folder, is_private
 from preheat.errors import RunError
 from preheat.hardware.child_processes import wrap_in_parent_death
 
@@ -79,7 +79,7 @@ def _create_library_folder() -> Path:
     """
     folder = cache_folder() / "native"
     try:
-        if own_folder(folder):
+        if create_own_folder(folder):
             return folder
     except OSError as error:
         raise RunError(

@@ -15,15 +15,15 @@ from preheat.core.compression import CompressedVariant, CompressionResult, Timed
 from preheat.report import page
 from preheat.report.formatting import escape
 from preheat.report.page import LegendEntry, number_cell, series_colour
-from preheat.report.svg import NARROW, SENTINEL, drawn
+from preheat.report.svg import NARROW, SENTINEL, render_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["front", "write_compress"]
+__all__ = ["find_pareto_front", "write_compress"]
 
 
-def front(points: Sequence[tuple[float, float]]) -> list[int]:
+def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Returns the indices of the Pareto front (both coordinates minimized), sorted by x.
 
     Example:
@@ -46,25 +46,25 @@ def write_compress(folder: str | Path) -> Path:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "compress.json"
-    return page.write_figures(source, "preheat compress", CompressionResult, _page)
+    return page.write_figures(source, "preheat compress", CompressionResult, _render_page)
 
 
-def _page(result: CompressionResult) -> str:
+def _render_page(result: CompressionResult) -> str:
     chosen = result.chosen_variant
     before, after = chosen.before, chosen.after
     faster = after.decode_tokens_per_second / before.decode_tokens_per_second
     headline = (
         f"{chosen.name}: {after.bytes / before.bytes:.0%} of bf16's bytes, {faster:.2f} times its tokens a second, "
-        f"perplexity {_rise(chosen.perplexity_rise)}; chosen as {result.chosen_because}."
+        f"perplexity {_format_rise(chosen.perplexity_rise)}; chosen as {result.chosen_because}."
     )
     done = page.bullets(f"<b>{escape(v.name)}</b>: {escape(v.what)}" for v in result.variants)
-    charts = page.two_columns(_pareto(result, "size"), _pareto(result, "time"))
+    charts = page.two_columns(_render_pareto(result, "size"), _render_pareto(result, "time"))
     notes = page.bullets(map(escape, result.notes)) if result.notes else ""
     return page.document(
         f"{result.source} · preheat compress",
         f"""{page.header("preheat compress", Path(result.source).name, headline)}
 {page.section("pareto", "Quality against size and speed", charts)}
-{page.section("variants", "Every variant", _table(result))}
+{page.section("variants", "Every variant", _render_table(result))}
 {page.section("what", "Steps", done)}
 {page.section("notes", "Notes", notes)}
 <footer>Data: {escape(result.texts)}; {result.calibration_rows} calibration sequences, {after.tokens:,} held-out \
@@ -74,21 +74,21 @@ figures as data: compress.json.</footer>""",
     )
 
 
-def _points(result: CompressionResult, by: str) -> list[tuple[str, float, float]]:
+def _collect_points(result: CompressionResult, by: str) -> list[tuple[str, float, float]]:
     """Returns (name, MiB or milliseconds per token, perplexity) of each variant; the original model comes first."""
 
-    def at(figures: TimedFigures) -> float:
+    def read_axis(figures: TimedFigures) -> float:
         return figures.bytes / 2**20 if by == "size" else 1e3 / figures.decode_tokens_per_second
 
     first = result.variants[0].before
-    return [("bf16", at(first), first.perplexity)] + [
-        (v.name, at(v.after), v.after.perplexity) for v in result.variants
+    return [("bf16", read_axis(first), first.perplexity)] + [
+        (v.name, read_axis(v.after), v.after.perplexity) for v in result.variants
     ]
 
 
-def _pareto(result: CompressionResult, by: str) -> str:
-    points = _points(result, by)
-    best = front([(x, y) for _, x, y in points])
+def _render_pareto(result: CompressionResult, by: str) -> str:
+    points = _collect_points(result, by)
+    best = find_pareto_front([(x, y) for _, x, y in points])
     right = max(x for _, x, _ in points)
     height = max(y for _, _, y in points) - min(y for _, _, y in points)
     unit = "MiB of weights" if by == "size" else "milliseconds a token, one sequence"
@@ -133,20 +133,20 @@ def _pareto(result: CompressionResult, by: str) -> str:
         for axis in (axes.xaxis, axes.yaxis):
             low, high = axis.get_view_interval()
             ticks = [tick for tick in axis.get_major_locator()() if low <= tick <= high]
-            axis.set_major_formatter(FuncFormatter(functools.partial(_tick, _decimals(ticks))))
+            axis.set_major_formatter(FuncFormatter(functools.partial(_format_tick, _count_decimals(ticks))))
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
     legend = [LegendEntry(f"{n} {name}", colours[n]) for n, (name, _, _) in enumerate(points)]
     title = f"Perplexity against {'size' if by == 'size' else 'latency'}"
-    return page.figure(title, caption, drawn(f"compress-{by}", NARROW, caption, draw), legend)
+    return page.figure(title, caption, render_plot(f"compress-{by}", NARROW, caption, draw), legend)
 
 
-def _tick(decimals: int, value: float, place: int | None) -> str:
+def _format_tick(decimals: int, value: float, place: int | None) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def _decimals(ticks: Sequence[float]) -> int:
+def _count_decimals(ticks: Sequence[float]) -> int:
     """Returns the number of decimals that makes all tick labels differ.
 
     Example:
@@ -160,7 +160,7 @@ def _decimals(ticks: Sequence[float]) -> int:
     return next((n for n in range(12) if abs(step * 10**n - round(step * 10**n)) < 1e-3 * step * 10**n), 12)
 
 
-def _rise(share: float) -> str:
+def _format_rise(share: float) -> str:
     """Returns a rise of perplexity as a signed percentage, or as a factor from 1,000 % on.
 
     >>> _rise(0.004), _rise(237.0)
@@ -169,7 +169,7 @@ def _rise(share: float) -> str:
     return f"{share:+.2%}" if share < 10 else f"×{1 + share:,.0f}"
 
 
-def _table(result: CompressionResult) -> str:
+def _render_table(result: CompressionResult) -> str:
     titles = (
         "variant",
         "perplexity",
@@ -182,16 +182,17 @@ def _table(result: CompressionResult) -> str:
         "top-1 the same",
     )
     first = result.variants[0].before
-    rows = [_row("bf16", first, first, None)] + [
-        _row(v.name + (" (chosen)" if v.name == result.chosen else ""), v.after, v.before, v) for v in result.variants
+    rows = [_render_row("bf16", first, first, None)] + [
+        _render_row(v.name + (" (chosen)" if v.name == result.chosen else ""), v.after, v.before, v)
+        for v in result.variants
     ]
     return page.table(titles, rows)
 
 
-def _row(name: str, figures: TimedFigures, before: TimedFigures, variant: CompressedVariant | None) -> str:
+def _render_row(name: str, figures: TimedFigures, before: TimedFigures, variant: CompressedVariant | None) -> str:
     cells = [
         f"{figures.perplexity:.4f}",
-        _rise(variant.perplexity_rise) if variant else "",
+        _format_rise(variant.perplexity_rise) if variant else "",
         f"{figures.bytes / 2**20:.2f}",
         f"{figures.decode_tokens_per_second:.1f}",
         f"{figures.decode_tokens_per_second / before.decode_tokens_per_second:.2f}" if variant else "",

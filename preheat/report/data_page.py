@@ -6,7 +6,7 @@ from pathlib import Path
 
 from preheat.core.data_record import AccountRecord, Bar, DataCounts, DataPreview, ExampleSequence, SourceRecord
 from preheat.report import page
-from preheat.report.formatting import LONG, escape, grouped, headline, percent
+from preheat.report.formatting import LONG, escape, format_grouped, format_headline, format_percent
 
 __all__ = ["write_data"]
 
@@ -20,10 +20,10 @@ def write_data(shown: DataPreview, path: str | Path) -> Path:
     Raises:
         RunError: the page cannot be written.
     """
-    return page.write_page(_page(shown), path)
+    return page.write_page(_render_page(shown), path)
 
 
-def _page(shown: DataPreview) -> str:
+def _render_page(shown: DataPreview) -> str:
     notices = [page.notice(line, bad=True) for line in shown["blocked"]] + list(map(page.notice, shown["preflight"]))
     packing, counts = shown["packing"], shown["counts"]
     verdict = (
@@ -32,35 +32,35 @@ def _page(shown: DataPreview) -> str:
         else "The checks before training let it pass."
     )
     tiles = (
-        ("Rows read", grouped(counts["read"]), _dropped(counts) or "none left out"),
+        ("Rows read", format_grouped(counts["read"]), _render_dropped(counts) or "none left out"),
         (
             "Rows to train on",
-            grouped(packing["documents"]),
+            format_grouped(packing["documents"]),
             f"{counts['validation']['documents']:,} to validate on",
         ),
-        ("Tokens", grouped(packing["tokens"]), f"{packing['trained']:,} are trained on"),
+        ("Tokens", format_grouped(packing["tokens"]), f"{packing['trained']:,} are trained on"),
         (
             "Packed sequences",
-            grouped(packing["rows"]),
-            f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text",
+            format_grouped(packing["rows"]),
+            f"of {packing['length']:,} tokens, {format_percent(packing['efficiency'])} text",
         ),
-        ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
+        ("Longest", format_grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
         (
             "Longer than a sequence",
-            grouped(shown["lengths"]["longer_than_a_row"]),
+            format_grouped(shown["lengths"]["longer_than_a_row"]),
             (f"{packing['cut']:,} with a truncated answer"),
         ),
-        ("Duplicates", grouped(packing["duplicates"]), "examples that occur before"),
+        ("Duplicates", format_grouped(packing["duplicates"]), "examples that occur before"),
         ("Layout", shown["layout_kind"], shown["layout_reason"]),
     )
     template = f" Chat template: {shown['template']}." if shown["template"] else ""
     return page.document(
         f"{shown['name']} · preheat data",
-        f"""{page.header("preheat data", headline(shown["name"]), verdict + template, "".join(notices))}
+        f"""{page.header("preheat data", format_headline(shown["name"]), verdict + template, "".join(notices))}
 {page.tiles(tiles)}
-{page.section("examples", "As the model sees it", _EXAMPLES + "".join(map(_example, shown["examples"])))}
-{page.section("lengths", "Tokens of an example", _bars(shown["lengths"]["bars"]))}
-{page.section("sources", "Sources", _sources(counts["sources"]))}
+{page.section("examples", "As the model sees it", _EXAMPLES + "".join(map(_render_example, shown["examples"])))}
+{page.section("lengths", "Tokens of an example", _render_bars(shown["lengths"]["bars"]))}
+{page.section("sources", "Sources", _render_sources(counts["sources"]))}
 <footer>The same as data: preheat data --json.</footer>""",
     )
 
@@ -71,7 +71,7 @@ _EXAMPLES = (
 )
 
 
-def _example(example: ExampleSequence) -> str:
+def _render_example(example: ExampleSequence) -> str:
     parts = []
     for n, doc in enumerate(example["documents"]):
         what = f", class {doc['label']}" if doc["label"] is not None else ""
@@ -90,7 +90,7 @@ def _example(example: ExampleSequence) -> str:
     return "".join(parts)
 
 
-def _bars(bars: list[Bar]) -> str:
+def _render_bars(bars: list[Bar]) -> str:
     most = max((bar["count"] for bar in bars), default=0) or 1
     rows = []
     for bar in bars:
@@ -101,12 +101,12 @@ def _bars(bars: list[Bar]) -> str:
     return page.table(("tokens", "examples", ""), rows, text=(0, 2))
 
 
-def _sources(sources: list[SourceRecord]) -> str:
+def _render_sources(sources: list[SourceRecord]) -> str:
     rows = []
     for source in sources:
         rows.append(
             page.row(
-                page.text_cell(source["source"], f"{source['layout']}; left out: {_dropped(source) or 'none'}"),
+                page.text_cell(source["source"], f"{source['layout']}; left out: {_render_dropped(source) or 'none'}"),
                 page.number_cell(f"{source['read']:,}"),
                 page.number_cell(f"{source['tokens']:,}"),
                 page.number_cell(f"{source['weight']:g}"),
@@ -115,6 +115,6 @@ def _sources(sources: list[SourceRecord]) -> str:
     return page.table(("source", "rows", "tokens", "weight"), rows)
 
 
-def _dropped(counts: AccountRecord | DataCounts) -> str:
+def _render_dropped(counts: AccountRecord | DataCounts) -> str:
     """Returns the rows left out, by reason."""
     return ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())

@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from preheat.report.svg import NARROW, SENTINEL, drawn, ticks
+from preheat.report.svg import NARROW, SENTINEL, render_plot, set_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["columns_of", "heat", "loads"]
+__all__ = ["reduce_columns", "draw_heat_map", "draw_loads"]
 
 _COLUMNS = 40  # of the heat map; longer runs are averaged
 
 
-def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[list[float]]:
+def reduce_columns(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[list[float]]:
     """Reduces rows to at most `most` columns by averaging neighbours.
 
     Example:
@@ -30,7 +30,7 @@ def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[li
     return [[sum(row[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)] for row in rows]
 
 
-def heat(
+def draw_heat_map(
     name: str,
     rows: Sequence[Sequence[float]],
     alt_text: str,
@@ -69,22 +69,22 @@ def heat(
         )
         axes.set_xlim(*x)
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        ticks(axes.xaxis, integer=True)
-        ticks(axes.yaxis, 6, integer=True)
+        set_ticks(axes.xaxis, integer=True)
+        set_ticks(axes.yaxis, 6, integer=True)
         axes.set_xlabel(labels[0], loc="right", labelpad=2)
         axes.set_ylabel(labels[1])
 
-    return drawn(name, NARROW, alt_text, draw)
+    return render_plot(name, NARROW, alt_text, draw)
 
 
-def loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
+def draw_loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
     """Draws the load of experts by layer over the steps; returns (caption, drawing).
 
     Args:
         records: (step, tokens of the busiest expert over the mean, for each layer), as in `metrics.jsonl`.
     """
     # Transposed from one row per step to one row per layer.
-    grid = columns_of([list(layer) for layer in zip(*(row for _, row in records), strict=True)])
+    grid = reduce_columns([list(layer) for layer in zip(*(row for _, row in records), strict=True)])
     (first, begun), (last, ended) = records[0], records[-1]
     high = max(max(row) for row in grid)
     caption = (
@@ -93,6 +93,6 @@ def loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
         f"{max(ended):.2f} at step {last:,} (layer {ended.index(max(ended))}); the darkest is {high:.2f}. No "
         "token is dropped."
     )
-    return caption, heat(
+    return caption, draw_heat_map(
         "expert-load", grid, caption, low=1.0, high=high, x=(first, last + 1), labels=("step", "layer")
     )

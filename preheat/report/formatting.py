@@ -19,25 +19,25 @@ __all__ = [
     "LONG",
     "MISSING",
     "NOT_FINITE",
-    "between",
-    "change",
-    "clock",
+    "format_interval",
+    "format_change",
+    "format_clock",
     "count",
-    "duration",
+    "format_duration",
     "escape",
-    "headline",
-    "gib",
-    "grouped",
-    "loss",
-    "mapping",
-    "number",
-    "off_by",
-    "percent",
-    "signed_percent",
-    "sizes",
-    "nbsp_units",
-    "unit_of",
-    "value",
+    "format_headline",
+    "format_gib",
+    "format_grouped",
+    "format_loss",
+    "read_mapping",
+    "read_number",
+    "relative_error",
+    "format_percent",
+    "format_signed_percent",
+    "format_sizes",
+    "join_units",
+    "choose_unit",
+    "format_value",
 ]
 
 MISSING = "not recorded"
@@ -61,22 +61,22 @@ def escape(text: object, limit: int = _INLINE) -> str:
     return html.escape(escape_control_characters(text))
 
 
-def mapping(data: object) -> JsonObject:
+def read_mapping(data: object) -> JsonObject:
     """Returns the value if it is a dict, else an empty dict: a file of a run may hold anything."""
     return data if isinstance(data, dict) else {}
 
 
-def headline(text: object) -> str:
+def format_headline(text: object) -> str:
     """Returns a name from outside as one short line for a title or a heading, not escaped."""
     return shorten(str(text), 120) or "unnamed"
 
 
-def nbsp_units(text: object) -> str:
+def join_units(text: object) -> str:
     """Returns escaped text with no-break spaces between numbers and their units."""
     return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s)\b|%)", "\u00a0", escape(text))
 
 
-def number(value: object) -> float | None:
+def read_number(value: object) -> float | None:
     """Returns the value as a finite float; None if it is missing, not a number, NaN, infinite or absurdly large."""
     # bool is a subclass of int, but True is no measurement.
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -84,89 +84,89 @@ def number(value: object) -> float | None:
     return float(value) if -_LARGEST < value < _LARGEST else None
 
 
-def _signed(text: str) -> str:
+def _format_sign(text: str) -> str:
     """Replaces a hyphen by a minus sign, or drops it if only zeros follow."""
     return text.replace("-", "\u2212" if re.search("[1-9]", text) else "")
 
 
-def _decimals(value: float, digits: int) -> str:
+def _format_decimals(value: float, digits: int) -> str:
     """1234.5 -> '1,234.5'; numbers from 1e15 on get an exponent."""
-    return _signed(f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:.3g}")
+    return _format_sign(f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:.3g}")
 
 
-def loss(value: object) -> str:
+def format_loss(value: object) -> str:
     """Returns a loss in nats, or 'not finite' if it is NaN or infinite."""
-    finite = number(value)
+    finite = read_number(value)
     if finite is None:
         return NOT_FINITE if isinstance(value, float) else MISSING
-    return _decimals(finite, 3)
+    return _format_decimals(finite, 3)
 
 
-def grouped(value: object, digits: int = 0) -> str:
+def format_grouped(value: object, digits: int = 0) -> str:
     """3882.4 -> '3,882'."""
-    finite = number(value)
-    return MISSING if finite is None else _decimals(finite, digits)
+    finite = read_number(value)
+    return MISSING if finite is None else _format_decimals(finite, digits)
 
 
 def count(value: object) -> str:
     """15_120_000 -> '15.1 M'."""
-    finite = number(value)
+    finite = read_number(value)
     if finite is None:
         return MISSING
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):
         # 0.99995, so that 999,960 becomes 1 M rather than 1e+03 K.
         if abs(finite) >= 0.99995 * size:
-            return _signed(f"{finite / (1e3 if letter == 'K' else size):.3g} {letter}")
-    return _signed(f"{finite:,.0f}")
+            return _format_sign(f"{finite / (1e3 if letter == 'K' else size):.3g} {letter}")
+    return _format_sign(f"{finite:,.0f}")
 
 
-def gib(value: object) -> str:
+def format_gib(value: object) -> str:
     """1.0512 -> '1.05 GiB'; below 1 GiB in MiB, below 0.005 MiB 0."""
-    finite = number(value)
+    finite = read_number(value)
     if finite is None:
         return MISSING
     # 0.9995 GiB would read 1024 MiB.
     if abs(finite) < 0.9995:
         small = abs(finite * 1024)
         digits = 0 if small >= 99.95 else 1 if small >= 9.995 else 2
-        return "0 MiB" if small < 0.005 else _signed(f"{finite * 1024:.{digits}f} MiB")
-    return f"{_decimals(finite, 2 if abs(finite) < 100 else 0)} GiB"
+        return "0 MiB" if small < 0.005 else _format_sign(f"{finite * 1024:.{digits}f} MiB")
+    return f"{_format_decimals(finite, 2 if abs(finite) < 100 else 0)} GiB"
 
 
-def unit_of(sizes: Sequence[object]) -> tuple[str, float]:
+def choose_unit(sizes: Sequence[object]) -> tuple[str, float]:
     """Returns the unit for the sizes (GiB) of a column or an axis, chosen by the largest, and a GiB in that unit.
 
     Example:
         >>> unit_of([0.0002, 1.4]), unit_of([0.0002, 0.3])
         (('GiB', 1.0), ('MiB', 1024.0))
     """
-    most = max((abs(n) for size in sizes if (n := number(size)) is not None), default=1.0)
+    most = max((abs(n) for size in sizes if (n := read_number(size)) is not None), default=1.0)
     return ("GiB", 1.0) if most >= 0.9995 else ("MiB", 1024.0)
 
 
-def sizes(values: Sequence[object], *, signed: bool = False) -> tuple[str, list[str]]:
+def format_sizes(values: Sequence[object], *, signed: bool = False) -> tuple[str, list[str]]:
     """Formats a column of sizes (GiB) in one unit with equal decimals; returns (unit, texts). Rounded zeros are '0'.
 
     Example:
         >>> sizes([0.30001, 0.0005, 0.0, None])
         ('MiB', ['307.2', '0.5', '0', 'not recorded'])
     """
-    unit, scale = unit_of(values)
-    most = max((abs(n) * scale for size in values if (n := number(size)) is not None), default=0.0)
+    unit, scale = choose_unit(values)
+    most = max((abs(n) * scale for size in values if (n := read_number(size)) is not None), default=0.0)
     digits = 1 if most >= 100 else 2
 
     def show(size: float | None) -> str:
         if size is None:
             return MISSING
-        text = _decimals(size * scale, digits)
+        text = _format_decimals(size * scale, digits)
         if not re.search("[1-9]", text):
             return "0"
         return f"+{text}" if signed and size > 0 else text
 
-    return unit, [show(number(size)) for size in values]
+    return unit, [show(read_number(size)) for size in values]
 
 
-def change(value: float, total: float) -> str:
+def format_change(value: float, total: float) -> str:
     """Returns a signed difference, to about a thousandth of `total`; anything smaller is 0.
 
     Example:
@@ -176,16 +176,16 @@ def change(value: float, total: float) -> str:
     # Three significant digits of `total`: 12.0 has one decimal, 0.055 has four.
     digits = max(0, 2 - math.floor(math.log10(abs(total)))) if total else 0
     text = f"{value:+,.{digits}f}" if digits < 12 else f"{value:+.2g}"
-    return _signed(text) if re.search("[1-9]", text) else "0"
+    return _format_sign(text) if re.search("[1-9]", text) else "0"
 
 
-def percent(value: object, digits: int = 0) -> str:
+def format_percent(value: object, digits: int = 0) -> str:
     """0.444 -> '44 %'."""
-    finite = number(value)
-    return MISSING if finite is None else f"{_decimals(100 * finite, digits)} %"
+    finite = read_number(value)
+    return MISSING if finite is None else f"{_format_decimals(100 * finite, digits)} %"
 
 
-def between(estimate: Estimate | None, *, signed: bool = False) -> str:
+def format_interval(estimate: Estimate | None, *, signed: bool = False) -> str:
     """Returns a value with its interval, as in '1.788 [1.70, 1.88]'; an unknown interval is left out.
 
     Example:
@@ -196,11 +196,11 @@ def between(estimate: Estimate | None, *, signed: bool = False) -> str:
     """
     if estimate is None:
         return MISSING
-    values = [number(bound) for bound in (estimate.value, estimate.low, estimate.high)]
+    values = [read_number(bound) for bound in (estimate.value, estimate.low, estimate.high)]
 
     def show(x: float) -> str:
         plain = f"{x:,.3f}" if abs(x) < 100 else f"{x:,.4g}" if abs(x) < 1e6 else f"{x:.3g}"
-        return _signed(f"+{plain}" if signed and x > 0 and re.search("[1-9]", plain) else plain)
+        return _format_sign(f"+{plain}" if signed and x > 0 and re.search("[1-9]", plain) else plain)
 
     if values[0] is None:
         return MISSING
@@ -208,26 +208,26 @@ def between(estimate: Estimate | None, *, signed: bool = False) -> str:
     return show(values[0]) + (f" [{show(low)}, {show(high)}]" if low is not None and high is not None else "")
 
 
-def off_by(predicted: object, measured: object) -> float | None:
+def relative_error(predicted: object, measured: object) -> float | None:
     """Returns the relative error of a prediction, predicted / measured - 1; None if either is missing."""
-    guess, real = number(predicted), number(measured)
+    guess, real = read_number(predicted), read_number(measured)
     # `not real` covers None and 0.
     return None if guess is None or not real else guess / real - 1
 
 
-def signed_percent(value: float) -> str:
+def format_signed_percent(value: float) -> str:
     """-0.029 -> '−3 %'; a difference that rounds to 0 has no sign."""
     rounded = round(100 * value)
-    return _signed(f"{rounded:+,d} %" if abs(rounded) < 1e6 else f"{float(rounded):+.2g} %") if rounded else "0 %"
+    return _format_sign(f"{rounded:+,d} %" if abs(rounded) < 1e6 else f"{float(rounded):+.2g} %") if rounded else "0 %"
 
 
-def duration(seconds: object) -> str:
+def format_duration(seconds: object) -> str:
     """3725 -> '1 h 2 min'; the two largest units."""
-    finite = number(seconds)
+    finite = read_number(seconds)
     if finite is None:
         return MISSING
     if finite < 9.95:
-        return _signed(f"{finite:.1f} s")
+        return _format_sign(f"{finite:.1f} s")
     if finite >= 1e10:
         return f"{finite / 86400:.3g} d"
     rounded = round(finite)
@@ -237,30 +237,30 @@ def duration(seconds: object) -> str:
     return " ".join(f"{n} {unit}" for n, unit in parts[first : first + 2] if n)
 
 
-def clock(seconds: object) -> str:
+def format_clock(seconds: object) -> str:
     """3725.4 -> '1:02:05', the same format for all rows of a column."""
-    finite = number(seconds)
+    finite = read_number(seconds)
     if finite is None or not 0 <= finite < 1e10:
         return MISSING
     total = int(finite)
     return f"{total // 3600:,}:{total // 60 % 60:02}:{total % 60:02}"
 
 
-def value(data: object, depth: int = 0) -> str:
+def format_value(data: object, depth: int = 0) -> str:
     """Returns any value of a run as one line for tables, not escaped."""
     if data is None or data in ("", [], {}):
         return MISSING
     if isinstance(data, bool):
         return "yes" if data else "no"
     if isinstance(data, int | float):
-        real = number(data)
+        real = read_number(data)
         if real is None:
             return NOT_FINITE if isinstance(data, float) else "too large to show"
         if isinstance(data, int):
-            return _signed(
+            return _format_sign(
                 f"{data:,}" if 10_000 <= abs(data) < 1e15 else str(data) if abs(data) < 1e15 else f"{real:.4g}"
             )
-        return _signed(f"{real:,.4g}" if abs(real) < 1e4 else _decimals(real, 0))
+        return _format_sign(f"{real:,.4g}" if abs(real) < 1e4 else _format_decimals(real, 0))
     if isinstance(data, list | tuple | dict):
         # Values come from files: a deeply nested one must not fill the page.
         if depth > 4:
@@ -268,6 +268,6 @@ def value(data: object, depth: int = 0) -> str:
         shown = list(data.items() if isinstance(data, dict) else data)[:50]
         rest = f" and {len(data) - 50:,} more" if len(data) > 50 else ""
         if isinstance(data, dict):
-            return ", ".join(f"{str(key)[:200]} {value(item, depth + 1)}" for key, item in shown) + rest
-        return " ".join(value(item, depth + 1) for item in shown) + rest
+            return ", ".join(f"{str(key)[:200]} {format_value(item, depth + 1)}" for key, item in shown) + rest
+        return " ".join(format_value(item, depth + 1) for item in shown) + rest
     return str(data)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from preheat.core.bench import InferenceModel, InferenceResult, InferenceRow, Spread
 from preheat.report import page, svg
-from preheat.report.formatting import escape, grouped, headline, loss, percent, sizes
+from preheat.report.formatting import escape, format_grouped, format_headline, format_loss, format_percent, format_sizes
 from preheat.report.page import LegendEntry, number_cell, series_colour
 
 __all__ = ["write_inference"]
@@ -23,17 +23,17 @@ def write_inference(folder: str | Path) -> Path:
         RunError: there is no inference.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "inference.json"
-    return page.write_figures(source, "preheat bench --inference", InferenceResult, _page)
+    return page.write_figures(source, "preheat bench --inference", InferenceResult, _render_page)
 
 
-def _page(result: InferenceResult) -> str:
-    names = " · ".join(headline(model.name) for model in result.models)
+def _render_page(result: InferenceResult) -> str:
+    names = " · ".join(format_headline(model.name) for model in result.models)
     return page.document(
         f"{names} · preheat bench --inference",
-        f"""{page.header("preheat bench --inference", names, _headline(result))}
-{page.section("speed", "Speed", page.two_columns(*_figures(result)))}
-{page.section("shapes", "Every shape", _shapes(result.rows))}
-{page.section("models", "Models", _models(result.models))}
+        f"""{page.header("preheat bench --inference", names, _render_headline(result))}
+{page.section("speed", "Speed", page.two_columns(*_draw_figures(result)))}
+{page.section("shapes", "Every shape", _render_shapes(result.rows))}
+{page.section("models", "Models", _render_models(result.models))}
 <footer>{escape(result.repeats)} rounds in alternation on {escape(result.machine.name)}, each model in a process of \
 its own, every shape written once before it was
 timed; {escape(result.tokens)} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
@@ -45,13 +45,13 @@ added. All figures as data: inference.json.</footer>""",
     )
 
 
-def _headline(result: InferenceResult) -> str:
+def _render_headline(result: InferenceResult) -> str:
     first, ran = result.models[0].name, {row.name for row in result.rows}
     # One model: its speed; several: the fastest against the first.
     if len(ran) < 2:
         row = result.rows[0]
         return (
-            f"{first}: {grouped(row.decode_tokens_per_second.value)} tokens/s of {row.rows} sequences after "
+            f"{first}: {format_grouped(row.decode_tokens_per_second.value)} tokens/s of {row.rows} sequences after "
             f"{row.length} tokens."
         )
     shape = result.rows[0].rows, result.rows[0].length
@@ -64,7 +64,7 @@ def _headline(result: InferenceResult) -> str:
     )
 
 
-def _figures(result: InferenceResult) -> list[str]:
+def _draw_figures(result: InferenceResult) -> list[str]:
     """Draws tokens/s by batch size (longest prompts) and time to first token by prompt length (largest batch)."""
     # One of the two sizes varies, and the other is at its largest.
     longest, most = result.lengths[-1], result.batches[-1]
@@ -85,20 +85,20 @@ def _figures(result: InferenceResult) -> list[str]:
             for line in lines
         )
         caption = f"By {at}, both axes by factors; {fixed}."
-        drawing = svg.by_size(
+        drawing = svg.draw_by_size(
             f"inference-{at}", lines, f"{title} in {unit} by {at}: {points_text}", format=lambda v: f"{v:g}", label=at
         )
-        legend = [LegendEntry(headline(line.name), line.colour) for line in lines]
+        legend = [LegendEntry(format_headline(line.name), line.colour) for line in lines]
         figures.append(page.figure(f"{title}, {unit}", caption, drawing, legend))
     return figures
 
 
-def _spread(metric: Spread, show: Callable[[float], str]) -> str:
+def _format_spread(metric: Spread, show: Callable[[float], str]) -> str:
     return number_cell(show(metric.value), f"{show(metric.low)} to {show(metric.high)}")
 
 
-def _shapes(rows: Sequence[InferenceRow]) -> str:
-    unit, caches = sizes([size / 2**30 for row in rows for size in (row.cache_bytes, row.cache_predicted_bytes)])
+def _render_shapes(rows: Sequence[InferenceRow]) -> str:
+    unit, caches = format_sizes([size / 2**30 for row in rows for size in (row.cache_bytes, row.cache_predicted_bytes)])
     titles = (
         "model",
         "sequences x tokens",
@@ -114,24 +114,24 @@ def _shapes(rows: Sequence[InferenceRow]) -> str:
         page.named_row(
             row.name,
             number_cell(f"{row.rows} x {row.length}"),
-            _spread(row.first_token_seconds, lambda v: f"{v * 1e3:,.1f}"),
-            _spread(row.prefill_tokens_per_second, grouped),
-            _spread(row.decode_tokens_per_second, lambda v: grouped(v, 0 if v >= 100 else 1)),
-            _spread(row.ratio, lambda v: f"{v:.2f}"),
+            _format_spread(row.first_token_seconds, lambda v: f"{v * 1e3:,.1f}"),
+            _format_spread(row.prefill_tokens_per_second, format_grouped),
+            _format_spread(row.decode_tokens_per_second, lambda v: format_grouped(v, 0 if v >= 100 else 1)),
+            _format_spread(row.ratio, lambda v: f"{v:.2f}"),
             number_cell(f"{row.tokens_per_pass:.2f}"),
             number_cell(caches[2 * n], f"predicted {caches[2 * n + 1]}"),
-            number_cell(percent(row.same_text)),
+            number_cell(format_percent(row.same_text)),
         )
         for n, row in enumerate(rows)
     ]
     return page.table(titles, shown)
 
 
-def _models(models: Sequence[InferenceModel]) -> str:
+def _render_models(models: Sequence[InferenceModel]) -> str:
     # A model that failed keeps its row, so that indices stay aligned with `models`.
     weights = [None if m.failed or m.weights_bytes is None else m.weights_bytes / 2**30 for m in models]
     extra = [None if m.failed else m.beyond_weights_gib for m in models]
-    unit, texts = sizes([*weights, *extra])
+    unit, texts = format_sizes([*weights, *extra])
     titles = ("model", "parameters", f"weights, {unit}", "in", "loss", f"other, {unit}", "start-up")
     rows = []
     for n, model in enumerate(models):
@@ -139,10 +139,10 @@ def _models(models: Sequence[InferenceModel]) -> str:
             rows.append(page.failed_row(model.name, model.failed, len(titles)))
             continue
         cells = (
-            grouped(model.parameters),
+            format_grouped(model.parameters),
             texts[n],
             model.dtype or "",
-            loss(model.loss),
+            format_loss(model.loss),
             texts[len(models) + n],
             f"{model.startup_seconds:.1f} s",
         )

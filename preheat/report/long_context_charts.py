@@ -10,46 +10,46 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from preheat.core.run_records import PartEstimate, ResultFigures, Results
-from preheat.report.formatting import headline, loss, number, percent
+from preheat.report.formatting import format_headline, format_loss, format_percent, read_number
 from preheat.report.page import LegendEntry, figure, series_colour, two_columns
-from preheat.report.svg import NARROW, SENTINEL, drawn, ticks
+from preheat.report.svg import NARROW, SENTINEL, render_plot, set_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["heat_map", "lengths"]
+__all__ = ["draw_heat_map", "render_lengths"]
 
 Parts = Sequence[PartEstimate]
 
 
-def lengths(after: Results, before: Results) -> str:
+def render_lengths(after: Results, before: Results) -> str:
     """Returns the charts of all tasks with per-part results; "" if there are none."""
     drawings = list[str]()
     for task, result in after.tasks.items():
-        parts = _measured(result)
+        parts = _keep_measured(result)
         if not parts:
             continue
-        old = [part for part in _measured(before.tasks.get(task)) if part.subset == parts[0].subset]
+        old = [part for part in _keep_measured(before.tasks.get(task)) if part.subset == parts[0].subset]
         # The keys of the parts say which kind of task it is.
         if parts[0].depth is not None:
             two = [("before", old), ("after", parts)] if old else [("", parts)]
             shown = "".join(
-                heat_map(f"length-{len(drawings)}-{n}", task, when, subset) for n, (when, subset) in enumerate(two)
+                draw_heat_map(f"length-{len(drawings)}-{n}", task, when, subset) for n, (when, subset) in enumerate(two)
             )
         elif parts[0].start is not None:
-            shown = _positions(f"length-{len(drawings)}", task, parts, old)
+            shown = _render_positions(f"length-{len(drawings)}", task, parts, old)
         else:
-            shown = _continued(f"length-{len(drawings)}", task, parts)
+            shown = _render_continuation(f"length-{len(drawings)}", task, parts)
         drawings.append(two_columns(shown))
     return "".join(drawings)
 
 
-def _measured(result: ResultFigures | None) -> Parts:
+def _keep_measured(result: ResultFigures | None) -> Parts:
     """Returns the parts of a result that have a value; all are of the same kind."""
-    return [part for part in (result.parts if result and result.parts else ()) if number(part.value) is not None]
+    return [part for part in (result.parts if result and result.parts else ()) if read_number(part.value) is not None]
 
 
-def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
+def draw_heat_map(name: str, task: str, when: str, parts: Parts) -> str:
     """Draws a heat map of accuracy at each depth and length.
 
     Args:
@@ -61,7 +61,8 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
     across, down = sorted({length for length, _, _ in cells}), sorted({depth for _, depth, _ in cells})
     length, depth, least = min(cells, key=lambda cell: (cell[2], cell[0]))
     mean = sum(right for _, _, right in cells) / len(cells)
-    caption = f"{percent(mean)} right, the least at {length:,} tokens and depth {percent(depth)}: {percent(least)}."
+    worst = f"the least at {length:,} tokens and depth {format_percent(depth)}: {format_percent(least)}"
+    caption = f"{format_percent(mean)} right, {worst}."
 
     def draw(axes: Axes) -> None:
         from matplotlib.patches import Rectangle
@@ -91,11 +92,11 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
         axes.spines["bottom"].set_visible(False)
         axes.set_xlabel("tokens of context; depth of the answer on the left", loc="right", labelpad=4)
 
-    title = f"{headline(task)}: right at depth and length, %" + (f", {when}" if when else "")
-    return figure(title, caption, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {caption}", draw))
+    title = f"{format_headline(task)}: right at depth and length, %" + (f", {when}" if when else "")
+    return figure(title, caption, render_plot(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {caption}", draw))
 
 
-def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
+def _render_positions(name: str, task: str, parts: Parts, old: Parts) -> str:
     lines = [(LegendEntry("before", "series-2"), old)] if old else []
     lines.append((LegendEntry("after" if old else "loss", "series-1"), parts))
     falls = parts[0].end or 0
@@ -105,7 +106,7 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
             break
         falls = following.end or 0
     caption = (
-        f"From {loss(parts[0].value)} in the first {parts[0].end:,} positions to {loss(parts[-1].value)} "
+        f"From {format_loss(parts[0].value)} in the first {parts[0].end:,} positions to {format_loss(parts[-1].value)} "
         f"beyond {parts[-1].start:,}; it falls up to position {falls:,}."
     )
 
@@ -120,27 +121,25 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
                 marker="o",
                 markersize=4.5,
             )
-            low, high = [number(part.low) for part in points], [number(part.high) for part in points]
+            low, high = [read_number(part.low) for part in points], [read_number(part.high) for part in points]
             if None not in (*low, *high):
                 axes.fill_between(ends, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
         ends = [part.end or 0 for part in parts]
         if min(ends) > 0:
             axes.set_xscale("log", base=2)
-        _ticks(axes, ends)
+        _set_ticks(axes, ends)
         axes.set_xlabel("up to this position, tokens", loc="right", labelpad=2)
 
-    title = f"{headline(task)}: loss by position, nats a token"
-    return figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), [entry for entry, _ in lines])
+    title = f"{format_headline(task)}: loss by position, nats a token"
+    return figure(title, caption, render_plot(name, NARROW, f"{title}. {caption}", draw), [entry for entry, _ in lines])
 
 
-def _continued(name: str, task: str, parts: Parts) -> str:
+def _render_continuation(name: str, task: str, parts: Parts) -> str:
     across = sorted({part.length or 0 for part in parts})
     lines = [(n, series_colour(k), [part for part in parts if part.length == n]) for k, n in enumerate(across)]
     longest = {part.share: part.value for part in lines[-1][2]}
-    caption = (
-        f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} "
-        "with all."
-    )
+    alone, together = format_loss(longest.get(0.0)), format_loss(longest.get(1.0))
+    caption = f"Of {across[-1]:,} tokens: {alone} with nothing before them, {together} with all."
 
     def draw(axes: Axes) -> None:
         for _, colour, points in lines:
@@ -152,15 +151,15 @@ def _continued(name: str, task: str, parts: Parts) -> str:
                 marker="o",
                 markersize=4.5,
             )
-        _ticks(axes, [0.0, 0.25, 0.5, 1.0], percent)
+        _set_ticks(axes, [0.0, 0.25, 0.5, 1.0], format_percent)
         axes.set_xlabel("share of the context that is read", loc="right", labelpad=2)
 
-    title = f"{headline(task)}: loss of the last tokens, nats a token"
+    title = f"{format_headline(task)}: loss of the last tokens, nats a token"
     legend = [LegendEntry(f"{n:,} tokens", colour) for n, colour, _ in lines]
-    return figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), legend)
+    return figure(title, caption, render_plot(name, NARROW, f"{title}. {caption}", draw), legend)
 
 
-def _ticks(axes: Axes, positions: Sequence[float], label: Callable[[float], str] = lambda n: f"{n:,.0f}") -> None:
+def _set_ticks(axes: Axes, positions: Sequence[float], label: Callable[[float], str] = lambda n: f"{n:,.0f}") -> None:
     from matplotlib.ticker import NullLocator
 
     shown = (
@@ -171,5 +170,5 @@ def _ticks(axes: Axes, positions: Sequence[float], label: Callable[[float], str]
     )
     axes.set_xticks(list(shown), [label(position) for position in shown])
     axes.xaxis.set_minor_locator(NullLocator())
-    ticks(axes.yaxis)
+    set_ticks(axes.yaxis)
     axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)

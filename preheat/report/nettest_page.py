@@ -14,10 +14,10 @@ from preheat.report.formatting import escape
 from preheat.report.page import LegendEntry, cell, number_cell, series_colour
 from preheat.report.svg import Curve
 
-__all__ = ["against_words", "seconds", "size", "write_net"]
+__all__ = ["compare_with_expected", "format_seconds", "format_size", "write_net"]
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Returns seconds with three digits and an SI unit.
 
     >>> seconds(2.5e-5), seconds(0.0123), seconds(2.0)
@@ -29,7 +29,7 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def size(value: float) -> str:
+def format_size(value: float) -> str:
     """Returns bytes with three digits and a binary unit.
 
     >>> size(1024), size(1536), size(64 * 2**20)
@@ -41,7 +41,7 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def against_words(result: NettestResult) -> str:
+def compare_with_expected(result: NettestResult) -> str:
     """Returns a sentence that compares the best bus bandwidth of each collective with the catalogue's link rate."""
     where = "between neighbours in a host" if result.hosts == 1 else "of a device to other hosts"
     if result.link_rate is None:
@@ -61,29 +61,29 @@ def write_net(result: NettestResult, path: str | Path) -> Path:
     Raises:
         RunError: it cannot be written.
     """
-    return page.write_page(_page(result), path)
+    return page.write_page(_render_page(result), path)
 
 
-def _page(result: NettestResult) -> str:
+def _render_page(result: NettestResult) -> str:
     hosts = f"{result.hosts} hosts" if result.hosts > 1 else "one host"
     title = f"{result.devices} processes on {hosts} over {result.backend}"
     by_collective: dict[str, list[CollectiveRow]] = {}
     for row in result.rows:
         by_collective.setdefault(row.collective, []).append(row)
-    figures = (_bandwidths(by_collective, result.link_rate), _times(by_collective))
+    figures = (_render_bandwidths(by_collective, result.link_rate), _render_times(by_collective))
     return page.document(
         f"{title} · preheat nettest",
-        f"""{page.header("preheat nettest", title, f"{result.hardware}. {against_words(result)}")}
+        f"""{page.header("preheat nettest", title, f"{result.hardware}. {compare_with_expected(result)}")}
 {page.section("plots", "By size", page.two_columns(*figures))}
-{page.section("pairs", "Point to point", _pairs(result))}
-{page.section("figures", "Every figure", _rows(result))}
+{page.section("pairs", "Point to point", _render_pairs(result))}
+{page.section("figures", "Every figure", _render_rows(result))}
 <footer>Median over the samples of the slowest process of each, with the tenths at both ends. Size and bus bandwidth \
 as nccl-tests count them. torch
 {escape(result.torch)}.</footer>""",
     )
 
 
-def _bandwidths(by_collective: Mapping[str, Sequence[CollectiveRow]], link_rate: float | None) -> str:
+def _render_bandwidths(by_collective: Mapping[str, Sequence[CollectiveRow]], link_rate: float | None) -> str:
     lines, parts = [], []
     for n, (name, rows) in enumerate(by_collective.items()):
         rates = [row.bus_bandwidth / 1e9 for row in rows]
@@ -92,26 +92,26 @@ def _bandwidths(by_collective: Mapping[str, Sequence[CollectiveRow]], link_rate:
     if link_rate:
         lines.append(Curve("catalogue", [0.0], [link_rate / 1e9], style="named"))
     about = "What a link carries, whatever the number of devices; the best size of each: "
-    return _figure("net-bus-bandwidth", "Bus bandwidth, GB/s", f"{about}{', '.join(parts)}.", lines, by_collective)
+    return _draw_figure("net-bus-bandwidth", "Bus bandwidth, GB/s", f"{about}{', '.join(parts)}.", lines, by_collective)
 
 
-def _times(by_collective: Mapping[str, Sequence[CollectiveRow]]) -> str:
+def _render_times(by_collective: Mapping[str, Sequence[CollectiveRow]]) -> str:
     lines, parts = [], []
     for n, (name, rows) in enumerate(by_collective.items()):
         times = [row.seconds * 1e3 for row in rows]
         lines.append(Curve(name, [row.bytes for row in rows], times, series_colour(n), "points"))
         parts.append(f"{name.replace('_', '-')} {times[0]:.3g}")
     about = "Flat where latency rules, straight where bandwidth does; the smallest size of each: "
-    return _figure("net-seconds", "Time, milliseconds", f"{about}{', '.join(parts)}.", lines, by_collective)
+    return _draw_figure("net-seconds", "Time, milliseconds", f"{about}{', '.join(parts)}.", lines, by_collective)
 
 
-def _figure(name: str, title: str, caption: str, lines: Sequence[Curve], collectives: Iterable[str]) -> str:
-    drawing = svg.by_size(name, lines, f"{title}. {caption}", format=size)
+def _draw_figure(name: str, title: str, caption: str, lines: Sequence[Curve], collectives: Iterable[str]) -> str:
+    drawing = svg.draw_by_size(name, lines, f"{title}. {caption}", format=format_size)
     legend = [LegendEntry(key.replace("_", "-"), series_colour(n)) for n, key in enumerate(collectives)]
     return page.figure(title, caption, drawing, legend)
 
 
-def _pairs(result: NettestResult) -> str:
+def _render_pairs(result: NettestResult) -> str:
     if not result.pairs:
         return ""
     rows = (
@@ -119,7 +119,7 @@ def _pairs(result: NettestResult) -> str:
             pair.kind,
             cell(f"{pair.ranks[0]} and {pair.ranks[1]}"),
             cell(escape(", ".join(pair.hosts))),
-            number_cell(seconds(pair.latency)),
+            number_cell(format_seconds(pair.latency)),
             number_cell(f"{pair.bandwidth / 1e9:.3g}"),
         )
         for pair in result.pairs
@@ -129,13 +129,13 @@ def _pairs(result: NettestResult) -> str:
     )
 
 
-def _rows(result: NettestResult) -> str:
+def _render_rows(result: NettestResult) -> str:
     rows = (
         page.named_row(
             row.collective.replace("_", "-"),
-            number_cell(size(row.bytes)),
-            number_cell(seconds(row.seconds)),
-            number_cell(f"{seconds(row.low)} to {seconds(row.high)}"),
+            number_cell(format_size(row.bytes)),
+            number_cell(format_seconds(row.seconds)),
+            number_cell(f"{format_seconds(row.low)} to {format_seconds(row.high)}"),
             number_cell(f"{row.algorithm_bandwidth / 1e9:.3g}"),
             number_cell(f"{row.bus_bandwidth / 1e9:.3g}"),
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from preheat.errors import RunError
 from preheat.files import parse_json, read_record, write_user_file
-from preheat.report.formatting import MISSING, NOT_FINITE, escape, headline, nbsp_units
+from preheat.report.formatting import MISSING, NOT_FINITE, escape, format_headline, join_units
 from preheat.sanitize import shorten
 
 __all__ = [
@@ -64,7 +64,7 @@ def document(title: str, body: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 {GENERATOR}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(headline(title))}</title>
+<title>{escape(format_headline(title))}</title>
 <style>
 {css}</style>
 </head>
@@ -122,7 +122,7 @@ def header(eyebrow: str, title: str, verdict: str, notices: str = "") -> str:
     """Returns the head of a page: what wrote it, its title and its answer; `notices` is HTML."""
     return (
         f'<header id="verdict"><p class="eyebrow">{escape(eyebrow)}</p><h1>{escape(title)}</h1>\n'
-        f'<p class="verdict">{nbsp_units(verdict)}</p>{notices}</header>'
+        f'<p class="verdict">{join_units(verdict)}</p>{notices}</header>'
     )
 
 
@@ -154,14 +154,14 @@ def two_columns(*contents: str) -> str:
 def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     """Returns tiles of (label, figure, explanation); an entry whose figure is not recorded has none."""
     # A tile that says "not recorded" would only take room.
-    shown = "".join(_tile(*entry) for entry in entries if entry[1] != MISSING)
+    shown = "".join(_render_tile(*entry) for entry in entries if entry[1] != MISSING)
     return f'<dl class="tiles">{shown}</dl>' if shown else ""
 
 
-def _tile(label: str, value: str, below: str) -> str:
+def _render_tile(label: str, value: str, below: str) -> str:
     kind = ' class="bad"' if value == NOT_FINITE else ""
-    explanation = f"<dd>{nbsp_units(below)}</dd>" if below else ""
-    return f"<div><dt>{escape(label)}</dt><dd{kind}>{nbsp_units(value)}</dd>{explanation}</div>"
+    explanation = f"<dd>{join_units(below)}</dd>" if below else ""
+    return f"<div><dt>{escape(label)}</dt><dd{kind}>{join_units(value)}</dd>{explanation}</div>"
 
 
 # --- figures
@@ -208,7 +208,8 @@ def table(titles: Sequence[str], rows: Iterable[str], *, text: Iterable[int] = (
         left_out = f'<tr><td colspan="9" class="small">{len(rows) - 2 * half:,} rows left out</td></tr>'
         rows = [*rows[:half], left_out, *rows[-half:]]
     heads = "".join(
-        f'<th scope="col"{"" if n in left else _class("n")}>{escape(title)}</th>' for n, title in enumerate(titles)
+        f'<th scope="col"{"" if n in left else _class_attribute("n")}>{escape(title)}</th>'
+        for n, title in enumerate(titles)
     )
     head = f"<thead><tr>{heads}</tr></thead>" if titles else ""
     return f'<div class="scroll"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
@@ -216,7 +217,7 @@ def table(titles: Sequence[str], rows: Iterable[str], *, text: Iterable[int] = (
 
 def row(*cells: str, kind: str = "") -> str:
     """Returns a row of a table; of kind `sum` it is emphasized."""
-    return f"<tr{_class(kind)}>{''.join(cells)}</tr>"
+    return f"<tr{_class_attribute(kind)}>{''.join(cells)}</tr>"
 
 
 def named_row(name: str, *cells: str) -> str:
@@ -236,17 +237,17 @@ def failed_row(name: str, reason: str, columns: int) -> str:
 
 def cell(markup: str, kind: str = "") -> str:
     """Returns a cell of HTML; of kind `n` it is a number, of kind `free` a text that may break anywhere."""
-    return f"<td{_class(kind)}>{markup}</td>"
+    return f"<td{_class_attribute(kind)}>{markup}</td>"
 
 
 def text_cell(text: str, below: str = "") -> str:
     """Returns a cell of free text, with a smaller line below it."""
-    return cell(nbsp_units(text) + _below(below), "free")
+    return cell(join_units(text) + _render_below(below), "free")
 
 
 def number_cell(text: str, below: str = "") -> str:
     """Returns a cell of a number with its unit, with a smaller line below it."""
-    return cell(nbsp_units(text) + _below(below), "n")
+    return cell(join_units(text) + _render_below(below), "n")
 
 
 def bar_cell(share: float) -> str:
@@ -259,9 +260,9 @@ def colour_key(colour: str) -> str:
     return f'<span class="key" style="--c: var(--{colour})"></span>'
 
 
-def _below(text: str) -> str:
-    return f'<br><span class="small">{nbsp_units(text)}</span>' if text else ""
+def _render_below(text: str) -> str:
+    return f'<br><span class="small">{join_units(text)}</span>' if text else ""
 
 
-def _class(kind: str) -> str:
+def _class_attribute(kind: str) -> str:
     return f' class="{kind}"' if kind else ""

@@ -11,9 +11,17 @@ from preheat.core.step_profile import Part, StepProfile
 from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, write_atomic
 from preheat.report import page
-from preheat.report.formatting import MISSING, duration, escape, gib, grouped, headline, percent
+from preheat.report.formatting import (
+    MISSING,
+    escape,
+    format_duration,
+    format_gib,
+    format_grouped,
+    format_headline,
+    format_percent,
+)
 from preheat.report.page import LegendEntry, bullets, cell, number_cell, text_cell
-from preheat.report.svg import NARROW, SENTINEL, WIDE, both_widths, drawn, ticks
+from preheat.report.svg import NARROW, SENTINEL, WIDE, draw_both_widths, render_plot, set_ticks
 from preheat.run.layout import PROFILE
 from preheat.sanitize import shorten
 
@@ -40,7 +48,7 @@ def write_profile(run: Path) -> Path | None:
         raise RunError(f"{source}: is damaged ({error}); remove it, or profile the recipe in another run") from None
     path = source.with_suffix(".html")
     try:
-        write_atomic(path, _page(profile, headline(run.name)))
+        write_atomic(path, _page(profile, format_headline(run.name)))
     except OSError as error:
         raise RunError(
             f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room"
@@ -87,8 +95,8 @@ def _tiles(profile: StepProfile) -> str:
         [
             ("A step", _time(profile.seconds), f"planned {_time(profile.seconds_planned)}"),
             ("Without the profiler", _time(profile.seconds_unprofiled), "a step before it began"),
-            ("Waiting for data", percent(profile.waiting_for_data, 1), "of the step"),
-            ("Bound by launches", percent(bound), "of the step the GPU idles while the host launches"),
+            ("Waiting for data", format_percent(profile.waiting_for_data, 1), "of the step"),
+            ("Bound by launches", format_percent(bound), "of the step the GPU idles while the host launches"),
         ]
     )
 
@@ -96,7 +104,7 @@ def _tiles(profile: StepProfile) -> str:
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return MISSING
-    return duration(seconds) if seconds >= 10 else _exact(seconds)
+    return format_duration(seconds) if seconds >= 10 else _exact(seconds)
 
 
 def _exact(seconds: float) -> str:
@@ -130,7 +138,7 @@ def _parts(name: str, parts: Sequence[Part], what: str, note: str) -> str:
         page.row(
             cell(escape(part.name)),
             number_cell(_exact(part.seconds)),
-            number_cell(percent(part.share, 1)),
+            number_cell(format_percent(part.share, 1)),
             number_cell(_UNPLANNED if part.planned is None else _exact(part.planned)),
             number_cell("" if part.planned is None else _difference(part)),
         )
@@ -142,9 +150,9 @@ def _parts(name: str, parts: Sequence[Part], what: str, note: str) -> str:
     alt = ", ".join(f"{part.name} {_exact(part.seconds)}" for part in parts)
 
     def bars(name: str, size: tuple[float, float]) -> str:
-        return drawn(name, size, f"Time of a step: {alt}", lambda axes: _bars(axes, parts))
+        return render_plot(name, size, f"Time of a step: {alt}", lambda axes: _bars(axes, parts))
 
-    drawing = both_widths(
+    drawing = draw_both_widths(
         name, bars, wide=(WIDE[0], 0.7 + 0.36 * len(parts)), narrow=(NARROW[0], 0.7 + 0.36 * len(parts))
     )
     return page.figure("Milliseconds of a step", note, drawing, legend) + table
@@ -167,7 +175,7 @@ def _bars(axes: Axes, parts: Sequence[Part]) -> None:
     axes.set_ylim(len(parts) - 0.4, -0.6)
     axes.set_yticks(range(len(parts)), [shorten(part.name, 32) for part in parts])
     axes.tick_params(axis="y", colors=SENTINEL["ink"])
-    ticks(axes.xaxis)
+    set_ticks(axes.xaxis)
     axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
     axes.set_xlabel("ms", loc="right", labelpad=2)
 
@@ -179,16 +187,16 @@ def _operators(profile: StepProfile) -> str:
     rows = (
         page.row(
             text_cell(row.name, row.kind),
-            number_cell(grouped(row.calls, 0 if row.calls >= 10 or row.calls == int(row.calls) else 1)),
+            number_cell(format_grouped(row.calls, 0 if row.calls >= 10 or row.calls == int(row.calls) else 1)),
             number_cell(_exact(row.seconds)),
-            number_cell(percent(row.share, 1)),
+            number_cell(format_percent(row.share, 1)),
         )
         for row in profile.operators
     )
     own = "Time in the operator itself" if profile.launch_bound is None else "Time of its kernels on the GPU"
     host = sum(part.share for part in profile.kinds if part.name == OperatorKind.HOST)
     listed = sum(row.share for row in profile.operators)
-    text = f"{own}. Together {percent(listed)} of the step; {percent(host)} are host only."
+    text = f"{own}. Together {format_percent(listed)} of the step; {format_percent(host)} are host only."
     return page.small(text) + page.table(("operator and its kind", "calls", "a step", "share"), rows)
 
 
@@ -198,8 +206,8 @@ def _transfers(profile: StepProfile) -> str:
     rows = (
         page.row(
             cell(escape(row.direction)),
-            number_cell(grouped(row.copies)),
-            number_cell(gib(row.bytes / 2**30)),
+            number_cell(format_grouped(row.copies)),
+            number_cell(format_gib(row.bytes / 2**30)),
             number_cell(_exact(row.seconds)),
         )
         for row in profile.transfers

@@ -31,17 +31,17 @@ from preheat.core.run_records import (
 from preheat.core.slots import Change
 from preheat.report.formatting import (
     count,
-    duration,
-    gib,
-    grouped,
-    headline,
-    loss,
-    mapping,
-    number,
-    off_by,
-    percent,
-    signed_percent,
-    value,
+    format_duration,
+    format_gib,
+    format_grouped,
+    format_headline,
+    format_loss,
+    format_percent,
+    format_signed_percent,
+    format_value,
+    read_mapping,
+    read_number,
+    relative_error,
 )
 from preheat.run.reader import Reader
 
@@ -237,21 +237,21 @@ def collect(path: str | Path) -> RunFigures:
     plan, environment, evaluation, changes = run.plan, run.environment, run.evaluation, run.changes
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
     recipe, recipe_text = run.read_raw_recipe()
-    predicted, measured = Predictions.of(plan), _measured(events)
-    difference = _difference(predicted, measured)
+    predicted, measured = Predictions.of(plan), _build_measured(events)
+    difference = _compute_differences(predicted, measured)
     event = next((event for event in reversed(events) if isinstance(event, Baseline)), None)
     baseline = Baselines(event.vocabulary, event.unigram, event.bigram) if event else None
-    summary = _summary(recipe, plan, metrics, evaluations, events)
+    summary = _build_summary(recipe, plan, metrics, evaluations, events)
     return RunFigures(
-        title=headline(recipe.get("name") or run.path.resolve().name),
+        title=format_headline(recipe.get("name") or run.path.resolve().name),
         run=str(path),
-        state=_state(events, metrics, plan),
-        setup=_setup(recipe, plan, environment),
+        state=_find_state(events, metrics, plan),
+        setup=_collect_setup(recipe, plan, environment),
         summary=summary,
         predicted=predicted,
         measured=measured,
         curves=Curves(**{name: [getattr(line, name) for line in metrics] for name in Curves.__dataclass_fields__}),
-        expert_loads=_expert_loads(metrics),
+        expert_loads=_collect_expert_loads(metrics),
         not_finite=[line.step for line in metrics if _is_not_finite(line)],
         evaluations=evaluations,
         evaluation=evaluation,
@@ -269,11 +269,11 @@ def collect(path: str | Path) -> RunFigures:
             f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}"
         ),
         difference=difference,
-        verdict=_verdict(summary, predicted, measured, difference, baseline),
+        verdict=_write_verdict(summary, predicted, measured, difference, baseline),
     )
 
 
-def _summary(
+def _build_summary(
     recipe: JsonObject,
     plan: Plan | None,
     metrics: Sequence[StepMetrics],
@@ -300,11 +300,11 @@ def _summary(
         validation_loss=evaluated if end.validation_loss is None else end.validation_loss,
         best=_best(events, last.step),
         reason=end.reason,
-        sessions=_sessions(events),
-        measured_session=_sessions(events[: at + 1]) or None,
+        sessions=_count_sessions(events),
+        measured_session=_count_sessions(events[: at + 1]) or None,
         parameters=plan.parameters if plan else None,
         model=recipe.get("model"),
-        data=mapping(recipe.get("data")).get("source"),
+        data=read_mapping(recipe.get("data")).get("source"),
     )
 
 
@@ -314,60 +314,75 @@ def _best(events: Sequence[Event], step: int) -> BestScore | None:
     return BestScore(found.step, found.value, found.score) if found is not None and found.step <= step else None
 
 
-def _sessions(events: Iterable[Event]) -> int:
+def _count_sessions(events: Iterable[Event]) -> int:
     return sum(isinstance(event, Started | Resumed) for event in events)
 
 
-def _measured(events: Sequence[Event]) -> MeasuredFigures:
+def _build_measured(events: Sequence[Event]) -> MeasuredFigures:
     """Returns the figures of the last measurement."""
     event = next((event for event in reversed(events) if isinstance(event, Measured)), Measured())
     return MeasuredFigures(**{name: getattr(event, name) for name in MeasuredFigures.__dataclass_fields__})
 
 
-def _difference(predicted: Predictions, measured: MeasuredFigures) -> Differences:
+def _compute_differences(predicted: Predictions, measured: MeasuredFigures) -> Differences:
     return Differences(
-        **{name: off_by(getattr(predicted, name), getattr(measured, name)) for name in Differences.__dataclass_fields__}
+        **{
+            name: relative_error(getattr(predicted, name), getattr(measured, name))
+            for name in Differences.__dataclass_fields__
+        }
     )
 
 
-def _setup(recipe: JsonObject, plan: Plan | None, environment: Environment) -> list[tuple[str, str]]:
+def _collect_setup(recipe: JsonObject, plan: Plan | None, environment: Environment) -> list[tuple[str, str]]:
     """Returns (label, value) pairs of the recipe for the head of the page; settings that it lacks are left out."""
     model, data, batch, optimizer, schedule, stop, techniques = (
-        mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
+        read_mapping(recipe.get(key))
+        for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
     )
-    size, length, rate = number(batch.get("size")), number(batch.get("seq_len")), number(optimizer.get("lr"))
-    micro = number(mapping(techniques.get("gradient_accumulation")).get("steps"))
+    size, length, rate = (
+        read_number(batch.get("size")),
+        read_number(batch.get("seq_len")),
+        read_number(optimizer.get("lr")),
+    )
+    micro = read_number(read_mapping(techniques.get("gradient_accumulation")).get("steps"))
     per_step = f"{size:,.0f} sequences" + (f", {size * length:,.0f} tokens" if length else "") if size else None
     if per_step and micro and micro > 1:
         per_step += f", in {micro:,.0f} micro-batches"
     steps = plan.steps if plan else None
-    limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "max_steps"]
-    planned = ([f"{steps:,.0f}"] if steps else [value(stop["max_steps"])] if stop.get("max_steps") else []) + limits
-    warmup = number(schedule.get("warmup_ratio"))
-    curve = str(schedule.get("kind") or "") + (f" after {percent(warmup)} warm-up" if warmup and warmup < 1 else "")
-    held_out = number(data.get("validation"))
+    limits = [
+        f"stop.{key} {format_value(limit)}" for key, limit in stop.items() if limit is not None and key != "max_steps"
+    ]
+    planned = (
+        [f"{steps:,.0f}"] if steps else [format_value(stop["max_steps"])] if stop.get("max_steps") else []
+    ) + limits
+    warmup = read_number(schedule.get("warmup_ratio"))
+    curve = str(schedule.get("kind") or "") + (
+        f" after {format_percent(warmup)} warm-up" if warmup and warmup < 1 else ""
+    )
+    held_out = read_number(data.get("validation"))
     setup = {
-        "Model": _model(model),
-        "Data": _sources(data["source"]) + (f", {percent(held_out)} held out" if held_out and held_out < 1 else "")
+        "Model": _name_model(model),
+        "Data": _describe_sources(data["source"])
+        + (f", {format_percent(held_out)} held out" if held_out and held_out < 1 else "")
         if data.get("source")
         else None,
         "Batch of a step": per_step,
         "Sequence length": f"{length:,.0f} tokens" if length else None,
         "Learning rate": f"{rate:g}" + (f", {curve}" if curve else "") if rate is not None else None,
         "Steps": ", ".join(planned) or None,
-        "Seed": value(recipe["seed"]) if recipe.get("seed") is not None else None,
+        "Seed": format_value(recipe["seed"]) if recipe.get("seed") is not None else None,
         "Techniques": ", ".join(map(str, techniques)) or "none",
-        "Device": _device(environment),
+        "Device": _name_device(environment),
     }
     return [(what, text) for what, text in setup.items() if text]
 
 
-def _model(model: JsonObject) -> str | None:
+def _name_model(model: JsonObject) -> str | None:
     """Returns the name of the model: a checkpoint's path or preset, or family and size of a new model."""
     for key in ("path", "preset"):
         if model.get(key):
             return str(model[key]) + (", weights drawn at random" if model.get("weights") == "random" else "")
-    layers, width = number(model.get("num_layers")), number(model.get("hidden_size"))
+    layers, width = read_number(model.get("num_layers")), read_number(model.get("hidden_size"))
     if model.get("size"):
         return f"{model.get('family') or 'model'} of size {model['size']}"
     if layers and width:
@@ -375,14 +390,14 @@ def _model(model: JsonObject) -> str | None:
     return str(model["family"]) if model.get("family") else None
 
 
-def _device(environment: Environment) -> str | None:
+def _name_device(environment: Environment) -> str | None:
     name = (environment.machine and environment.machine.device) or environment.device
     parts = ((environment.processes, "process", "processes"), (environment.threads, "thread", "threads"))
-    more = [f"{value(n)} {many if n != 1 else one}" for n, one, many in parts if n]
+    more = [f"{format_value(n)} {many if n != 1 else one}" for n, one, many in parts if n]
     return ", ".join([name, *more]) if name else None
 
 
-def _expert_loads(metrics: Sequence[StepMetrics]) -> list[tuple[int, Sequence[float]]]:
+def _collect_expert_loads(metrics: Sequence[StepMetrics]) -> list[tuple[int, Sequence[float]]]:
     """Returns the loads of the lines with as many layers as the first."""
     rows = [(line.step, line.expert_loads) for line in metrics if line.expert_loads]
     # A line with another number of layers is damaged, and the heat map needs a rectangle.
@@ -390,10 +405,10 @@ def _expert_loads(metrics: Sequence[StepMetrics]) -> list[tuple[int, Sequence[fl
 
 
 def _is_not_finite(line: StepMetrics) -> bool:
-    return any(real is not None and number(real) is None for real in (line.loss, line.gradient_norm))
+    return any(real is not None and read_number(real) is None for real in (line.loss, line.gradient_norm))
 
 
-def _state(events: Sequence[Event], metrics: Sequence[StepMetrics], plan: Plan | None) -> RunState:
+def _find_state(events: Sequence[Event], metrics: Sequence[StepMetrics], plan: Plan | None) -> RunState:
     step = metrics[-1].step if metrics else 0
     planned = plan.steps if plan else None
     at = f"step {step:,}" + (f" of {planned:,.0f}" if planned else "")
@@ -425,7 +440,7 @@ def _early(session: Sequence[Event]) -> str:
     return ", where it reached the target loss" if end.reason == "target_loss" else ""
 
 
-def _verdict(
+def _write_verdict(
     summary: Summary,
     predicted: Predictions,
     measured: MeasuredFigures,
@@ -433,17 +448,19 @@ def _verdict(
     baseline: Baselines | None,
 ) -> str:
     """Returns a summary of the run in a few sentences."""
-    parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, baseline)]
+    parts = [f"{_describe_training(summary)}{_describe_length(summary)}", _describe_losses(summary, baseline)]
     if summary.best is not None:
-        parts.append(f"The best {summary.best.name} is {loss(summary.best.value)}, at step {summary.best.step:,}.")
+        parts.append(
+            f"The best {summary.best.name} is {format_loss(summary.best.value)}, at step {summary.best.step:,}."
+        )
     for name, guess, real, off, show in (
-        ("", number(predicted.peak_gib), number(measured.peak_gib), difference.peak_gib, gib),
+        ("", read_number(predicted.peak_gib), read_number(measured.peak_gib), difference.peak_gib, format_gib),
         (
             " tokens/s",
-            number(predicted.tokens_per_second),
-            number(measured.tokens_per_second),
+            read_number(predicted.tokens_per_second),
+            read_number(measured.tokens_per_second),
             difference.tokens_per_second,
-            grouped,
+            format_grouped,
         ),
     ):
         # Without both there is nothing to say.
@@ -451,9 +468,9 @@ def _verdict(
             continue
         left = f"Predicted {show(guess)}{name}" if guess is not None else f"No prediction of{name or ' memory'}"
         right = f"measured {show(real)}" if real is not None else "not measured yet"
-        parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
+        parts.append(f"{left}, {right}" + (f" ({format_signed_percent(off)})" if off is not None else "") + ".")
     if measured.machine is not None and measured.machine.alone is False:
-        others = number(measured.machine.other_cores)
+        others = read_number(measured.machine.other_cores)
         cores = "the cores" if others is None else f"on average {others:.1f} cores"
         parts.append(f"The speed was measured while other processes used {cores}, so it does not correct later plans.")
     if summary.sessions > 1 and summary.measured_session:
@@ -461,8 +478,8 @@ def _verdict(
     return " ".join(filter(None, parts))
 
 
-def _what(summary: Summary) -> str:
-    model, parameters = mapping(summary.model), summary.parameters
+def _describe_training(summary: Summary) -> str:
+    model, parameters = read_mapping(summary.model), summary.parameters
     name = Path(str(model["path"])).name if model.get("path") else str(model.get("family") or "model")
     if parameters is not None:
         name += f" of {count(parameters.total)} parameters"
@@ -470,48 +487,48 @@ def _what(summary: Summary) -> str:
             name += f" ({count(parameters.trained)} of them trained)"
     elif model.get("size"):
         name += f" of size {model['size']}"
-    name = headline(name)
-    return name[:1].upper() + name[1:] + (f" on {_sources(summary.data)}" if summary.data else "")
+    name = format_headline(name)
+    return name[:1].upper() + name[1:] + (f" on {_describe_sources(summary.data)}" if summary.data else "")
 
 
-def _sources(data: object) -> str:
+def _describe_sources(data: object) -> str:
     """Returns the sources of `data.source`, a name or a list of names and of mappings with a `source`.
 
     >>> _sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
     'stdlib and notes.txt'
     """
     several = data if isinstance(data, list) else [data]
-    return " and ".join(headline(entry.get("source") if isinstance(entry, dict) else entry) for entry in several)
+    return " and ".join(format_headline(entry.get("source") if isinstance(entry, dict) else entry) for entry in several)
 
 
-def _length(summary: Summary) -> str:
+def _describe_length(summary: Summary) -> str:
     steps = summary.steps
     # 0 or unknown.
     if not steps:
         return ": no step is recorded yet."
     text = f", trained for {steps:,} step{'s' if steps != 1 else ''}"
-    if number(summary.tokens) is not None:
+    if read_number(summary.tokens) is not None:
         text += f" ({count(summary.tokens)} tokens)"
-    text += f" in {duration(summary.seconds)}." if number(summary.seconds) is not None else "."
-    skipped = number(summary.skipped_steps)
+    text += f" in {format_duration(summary.seconds)}." if read_number(summary.seconds) is not None else "."
+    skipped = read_number(summary.skipped_steps)
     return text + (f" {skipped:,.0f} of the steps were skipped, as gradients overflowed in fp16." if skipped else "")
 
 
-def _losses(summary: Summary, baseline: Baselines | None) -> str:
+def _describe_losses(summary: Summary, baseline: Baselines | None) -> str:
     first, final, held_out = summary.first_loss, summary.loss, summary.validation_loss
     if final is None and held_out is None:
         return ""
     if final is None:
-        return f"The validation loss is {loss(held_out)}."
-    if number(first) is not None and number(final) is not None and first != final:
-        text = f"The loss went from {loss(first)} to {loss(final)}"
+        return f"The validation loss is {format_loss(held_out)}."
+    if read_number(first) is not None and read_number(final) is not None and first != final:
+        text = f"The loss went from {format_loss(first)} to {format_loss(final)}"
     else:
-        text = f"The loss is {loss(final)}"
+        text = f"The loss is {format_loss(final)}"
     if held_out is None:
         return f"{text}."
-    text += f"; the validation loss is {loss(held_out)}"
+    text += f"; the validation loss is {format_loss(held_out)}"
     # A model above the bigram's loss has learned little more than pairs of tokens.
-    bigram, validation = number(baseline and baseline.bigram), number(held_out)
+    bigram, validation = read_number(baseline and baseline.bigram), read_number(held_out)
     if bigram is not None and validation is not None:
-        text += f", {'below' if validation < bigram else 'not below'} the {loss(bigram)} of a bigram model"
+        text += f", {'below' if validation < bigram else 'not below'} the {format_loss(bigram)} of a bigram model"
     return text + "."

@@ -6,12 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 
 from preheat.report import expert_heatmap, svg
-from preheat.report.formatting import gib, grouped, headline, loss, number, percent, unit_of
+from preheat.report.formatting import (
+    choose_unit,
+    format_gib,
+    format_grouped,
+    format_headline,
+    format_loss,
+    format_percent,
+    read_number,
+)
 from preheat.report.page import LegendEntry, figure
 from preheat.report.report_data import Baselines, RunFigures
 from preheat.report.svg import Curve
 
-__all__ = ["CATEGORY_COLOURS", "categories", "evaluations", "losses", "memory", "over_time"]
+__all__ = ["CATEGORY_COLOURS", "list_categories", "draw_evaluations", "draw_losses", "draw_memory", "draw_over_time"]
 
 CATEGORY_COLOURS = {
     "parameters": "series-1",
@@ -26,11 +34,11 @@ CATEGORY_COLOURS = {
 """Categories of memory in the order of drawing -> colour."""
 
 
-def losses(figures: RunFigures) -> str:
+def draw_losses(figures: RunFigures) -> str:
     """Draws training and validation loss in one chart, with the baselines as horizontal lines."""
-    steps = svg.numbers(figures.curves.step)
-    raw = svg.numbers(figures.curves.loss)
-    evaluated = [e for e in figures.evaluations if number(e.validation_loss) is not None]
+    steps = svg.read_numbers(figures.curves.step)
+    raw = svg.read_numbers(figures.curves.loss)
+    evaluated = [e for e in figures.evaluations if read_number(e.validation_loss) is not None]
     finite = [(s, v) for s, v in zip(steps, raw, strict=True) if math.isfinite(v)]
     sentences = []
     lines: list[Curve] = []
@@ -44,115 +52,117 @@ def losses(figures: RunFigures) -> str:
             lines.append(Curve("smoothed", steps, smoothed))
             legend.append(LegendEntry("smoothed", "series-1"))
         sentences.append(
-            f"Training loss from {loss(finite[0][1])} at step {finite[0][0]:,.0f} to {loss(finite[-1][1])} "
-            f"at step {finite[-1][0]:,.0f}, in nats a token."
+            f"Training loss from {format_loss(finite[0][1])} at step {finite[0][0]:,.0f} to "
+            f"{format_loss(finite[-1][1])} at step {finite[-1][0]:,.0f}, in nats a token."
         )
     elif raw:
         sentences.append("No step has a finite training loss.")
     else:
         sentences.append("No step is recorded yet.")
     if evaluated:
-        x, y = svg.numbers([e.step for e in evaluated]), svg.numbers([e.validation_loss for e in evaluated])
+        x, y = svg.read_numbers([e.step for e in evaluated]), svg.read_numbers([e.validation_loss for e in evaluated])
         lines.append(Curve("validation", x, y, "series-2", "points"))
         legend.append(LegendEntry("validation", "series-2"))
-        sentences.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
+        sentences.append(f"Validation loss {format_loss(y[-1])} at step {x[-1]:,.0f}, {format_loss(min(y))} at best.")
         best = figures.summary.best
         if best is not None and (at := [e for e in evaluated if e.step == best.step]):
             # A dot on the validation curve, whatever the score by which the step is the best.
-            point = svg.numbers([best.step]), svg.numbers([at[-1].validation_loss])
+            point = svg.read_numbers([best.step]), svg.read_numbers([at[-1].validation_loss])
             lines.append(Curve("best", *point, "series-3", "points"))
             legend.append(LegendEntry(f"best {best.name}", "series-3"))
     else:
         sentences.append("There is no validation loss.")
-    levels = _levels(figures.baseline)
+    levels = _collect_baselines(figures.baseline)
     if levels:
         sentences.append(
-            "For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + "."
+            "For comparison, on the same split: "
+            + ", ".join(f"{name} {format_loss(level)}" for name, level in levels)
+            + "."
         )
     if figures.not_finite:
-        sentences.append(f"Loss or gradient was not finite at {_steps_text(figures.not_finite)} (▼).")
+        sentences.append(f"Loss or gradient was not finite at {_format_steps(figures.not_finite)} (▼).")
     caption = " ".join(sentences)
     if not lines:
         return figure("", caption, "")
     # Baselines last, so that their labels are drawn over the curves.
     lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
-    drawing = svg.both_widths(
-        "loss", lambda name, size: svg.curves(name, lines, caption, marks=figures.not_finite, size=size)
+    drawing = svg.draw_both_widths(
+        "loss", lambda name, size: svg.draw_curves(name, lines, caption, marks=figures.not_finite, size=size)
     )
     return figure("", caption, drawing, legend)
 
 
-def _levels(baseline: Baselines | None) -> list[tuple[str, float]]:
+def _collect_baselines(baseline: Baselines | None) -> list[tuple[str, float]]:
     """Returns (name, nats per token) of the baselines: uniform, unigram and bigram models."""
     if baseline is None:
         return []
     levels = []
-    vocabulary = number(baseline.vocabulary)
+    vocabulary = read_number(baseline.vocabulary)
     if vocabulary is not None and vocabulary > 1:
         # Cross entropy of a uniform guess: ln(vocabulary size).
         levels.append(("uniform", math.log(vocabulary)))
     for name, loss_of_model in (("unigram", baseline.unigram), ("bigram", baseline.bigram)):
-        if (level := number(loss_of_model)) is not None:
+        if (level := read_number(loss_of_model)) is not None:
             levels.append((name, level))
     return levels
 
 
-def _steps_text(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     shown = ", ".join(f"{s:,}" for s in steps[:4])
     return (
         ("step " if len(steps) == 1 else "steps ") + shown + (f" and {len(steps) - 4:,} more" if len(steps) > 4 else "")
     )
 
 
-def over_time(figures: RunFigures) -> list[str]:
+def draw_over_time(figures: RunFigures) -> list[str]:
     """Draws learning rate, gradient norm, tokens/s, memory and expert load over the steps, each if recorded."""
     curve, predicted, measured = figures.curves, figures.predicted, figures.measured
     # Bytes after each step, and peaks in GiB: all in one unit for the axis.
-    bytes_held = svg.numbers(curve.memory)
-    peaks = [number(predicted.peak_gib), number(measured.peak_gib)]
-    unit, scale = unit_of([*(v / 2**30 for v in bytes_held), *peaks])
+    bytes_held = svg.read_numbers(curve.memory)
+    peaks = [read_number(predicted.peak_gib), read_number(measured.peak_gib)]
+    unit, scale = choose_unit([*(v / 2**30 for v in bytes_held), *peaks])
 
-    def in_unit(value: float) -> str:
+    def convert_to_unit(value: float) -> str:
         return f"{value:,.3g} {unit}"
 
     sessions, session = figures.summary.sessions, figures.summary.measured_session
     part = f" in session {session} of {sessions}" if sessions > 1 and session else ""
     expected, peak = (None if size is None else size * scale for size in peaks)
     drawn = [
-        _curve_figure("lr", "Learning rate", curve.step, svg.numbers(curve.lr), _rate, noisy=False),
-        _curve_figure(
+        _draw_curve("lr", "Learning rate", curve.step, svg.read_numbers(curve.lr), _format_rate, noisy=False),
+        _draw_curve(
             "gradient-norm",
             "Gradient norm, before clipping",
             curve.step,
-            svg.numbers(curve.gradient_norm),
+            svg.read_numbers(curve.gradient_norm),
             lambda v: f"{v:.3g}",
         ),
-        _curve_figure(
+        _draw_curve(
             "rate",
             "Tokens per second",
             curve.step,
-            svg.numbers(curve.tokens_per_second),
-            grouped,
-            level=("predicted", number(predicted.tokens_per_second)),
-            measured=(part.strip() or "over the run", number(measured.tokens_per_second)),
+            svg.read_numbers(curve.tokens_per_second),
+            format_grouped,
+            level=("predicted", read_number(predicted.tokens_per_second)),
+            measured=(part.strip() or "over the run", read_number(measured.tokens_per_second)),
         ),
-        _curve_figure(
+        _draw_curve(
             "memory-after-step",
             f"Memory after each step, {unit}",
             curve.step,
             [v / 2**30 * scale for v in bytes_held],
-            in_unit,
+            convert_to_unit,
             level=("predicted peak", expected),
             measured=(f"peak{part}", peak),
             noisy=False,
         ),
     ]
     if figures.expert_loads:
-        drawn.append(figure("Load of experts", *expert_heatmap.loads(figures.expert_loads)))
+        drawn.append(figure("Load of experts", *expert_heatmap.draw_loads(figures.expert_loads)))
     return [drawing for drawing in drawn if drawing]
 
 
-def evaluations(figures: RunFigures) -> list[str]:
+def draw_evaluations(figures: RunFigures) -> list[str]:
     """Draws each task metric and the forgetting loss over the steps, if there are at least two evaluations."""
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for evaluation in figures.evaluations:
@@ -161,7 +171,7 @@ def evaluations(figures: RunFigures) -> list[str]:
         for task, metrics in (evaluation.tasks or {}).items():
             values |= {(task, metric): value for metric, value in metrics.items()}
         for key, value in values.items():
-            if (real := number(value)) is not None:
+            if (real := read_number(value)) is not None:
                 lines.setdefault(key, []).append((evaluation.step, real))
     drawings = []
     for n, ((task, metric), points) in enumerate(lines.items()):
@@ -169,8 +179,8 @@ def evaluations(figures: RunFigures) -> list[str]:
         if len(points) > 1:
             x, y = [p[0] for p in points], [p[1] for p in points]
             caption = f"From {y[0]:.3g} at step {x[0]:,.0f} to {y[-1]:.3g} at step {x[-1]:,.0f}."
-            title = headline(f"{task}: {metric.replace('_', ' ')}")
-            drawn = svg.curves(
+            title = format_headline(f"{task}: {metric.replace('_', ' ')}")
+            drawn = svg.draw_curves(
                 f"evaluation-{n}",
                 [Curve(metric, x, y, "series-2", "points")],
                 f"{title}. {caption}",
@@ -179,7 +189,7 @@ def evaluations(figures: RunFigures) -> list[str]:
     return drawings
 
 
-def _curve_figure(
+def _draw_curve(
     name: str,
     title: str,
     steps: Sequence[int],
@@ -203,7 +213,7 @@ def _curve_figure(
         caption = (
             f"From {show(finite[0])} to {show(finite[-1])}; least {show(min(finite))}, greatest {show(max(finite))}."
         )
-    x = svg.numbers(steps)
+    x = svg.read_numbers(steps)
     if noisy and len(values) >= 40:
         lines = [
             Curve("each step", x, values, style="raw"),
@@ -218,10 +228,10 @@ def _curve_figure(
         caption += f" Measured {measured[0]}: {show(measured[1])}."
     if level is not None and level[1] is not None:
         caption += f" {level[0].capitalize()}: {show(level[1])}."
-    return figure(title, caption, svg.curves(name, lines, f"{title}. {caption}", from_zero=True), legend)
+    return figure(title, caption, svg.draw_curves(name, lines, f"{title}. {caption}", from_zero=True), legend)
 
 
-def _rate(value: float) -> str:
+def _format_rate(value: float) -> str:
     """0.0003 -> '3e-4', 0.003 -> '0.003'."""
     return (
         f"{value:.3g}"
@@ -230,31 +240,33 @@ def _rate(value: float) -> str:
     )
 
 
-def memory(figures: RunFigures) -> str:
+def draw_memory(figures: RunFigures) -> str:
     """Draws predicted memory by category as a stacked bar, with the measured peak and the device's memory.
 
     Returns "" if neither a prediction nor a measurement is recorded.
     """
     predicted, measured = figures.predicted, figures.measured
-    parts = categories(figures)
+    parts = list_categories(figures)
     peak, real, available = (
-        number(predicted.peak_gib),
-        number(measured.peak_gib),
-        number(predicted.available_gib),
+        read_number(predicted.peak_gib),
+        read_number(measured.peak_gib),
+        read_number(predicted.available_gib),
     )
     if peak is None and real is None:
         return ""
     peaks = ", ".join(
-        f"{name} peak {gib(size)}" for name, size in (("predicted", peak), ("measured", real)) if size is not None
+        f"{name} peak {format_gib(size)}"
+        for name, size in (("predicted", peak), ("measured", real))
+        if size is not None
     )
     sentences = [f"{peaks[0].upper()}{peaks[1:]}."]
     if available is not None:
         sentences.append(
-            f"The device has {gib(available)}"
+            f"The device has {format_gib(available)}"
             + (
                 (
                     ": the prediction is "
-                    f"{percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
+                    f"{format_percent(peak / available) if peak >= available / 100 else 'less than 1 %'} of it."
                 )
                 if peak is not None and available
                 else "."
@@ -266,16 +278,18 @@ def memory(figures: RunFigures) -> str:
         rows.append(("predicted", [(colour, size) for _, size, colour in parts] or [("series-6", peak or 0.0)]))
     if real is not None:
         rows.append(("measured", [("ink", real)]))
-    limit = (f"device {gib(available)}", available) if available is not None else None
-    return figure("At the peak", " ".join(sentences), svg.stacked("memory", rows, " ".join(sentences), limit=limit))
+    limit = (f"device {format_gib(available)}", available) if available is not None else None
+    return figure(
+        "At the peak", " ".join(sentences), svg.draw_stacked("memory", rows, " ".join(sentences), limit=limit)
+    )
 
 
-def categories(figures: RunFigures) -> list[tuple[str, float, str]]:
+def list_categories(figures: RunFigures) -> list[tuple[str, float, str]]:
     """Returns (category, GiB, colour) of the predicted peak; unknown categories come last."""
     by_category = figures.memory or {}
     # The order of the colours, in every report, so that pages can be compared.
     names = [n for n in CATEGORY_COLOURS if n in by_category] + [n for n in by_category if n not in CATEGORY_COLOURS]
-    sizes = [(name, number(by_category[name])) for name in names]
+    sizes = [(name, read_number(by_category[name])) for name in names]
     return [
         (name, size, CATEGORY_COLOURS.get(name, "series-6")) for name, size in sizes if size is not None and size >= 0
     ]

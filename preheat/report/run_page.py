@@ -30,23 +30,23 @@ from preheat.report import page, run_charts
 from preheat.report.formatting import (
     LONG,
     MISSING,
-    between,
-    clock,
     count,
-    duration,
     escape,
-    gib,
-    grouped,
-    headline,
-    loss,
-    nbsp_units,
-    number,
-    percent,
-    signed_percent,
-    sizes,
-    value,
+    format_clock,
+    format_duration,
+    format_gib,
+    format_grouped,
+    format_headline,
+    format_interval,
+    format_loss,
+    format_percent,
+    format_signed_percent,
+    format_sizes,
+    format_value,
+    join_units,
+    read_number,
 )
-from preheat.report.long_context_charts import lengths
+from preheat.report.long_context_charts import render_lengths
 from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_cell, two_columns
 from preheat.report.profile_page import write_profile
 from preheat.report.report_data import RunFigures, collect
@@ -93,15 +93,15 @@ def write(run: str | Path) -> Path:
 def render(figures: RunFigures) -> str:
     """Returns the page for the figures of `report_data.collect`; sections without records are left out."""
     sections = (
-        ("loss", "Loss", run_charts.losses(figures)),
-        ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _evaluation(figures)),
-        ("over-time", "Over the run", two_columns(*run_charts.over_time(figures))),
-        ("memory", "Memory, predicted and measured", _memory(figures)),
-        ("techniques", "Techniques", _techniques(figures.changes)),
-        ("samples", "Samples", _samples(figures.samples)),
-        ("timeline", "Timeline", _timeline(figures.events)),
-        ("environment", "Environment", _environment(figures.environment)),
-        ("recipe", "Recipe", _recipe(figures)),
+        ("loss", "Loss", run_charts.draw_losses(figures)),
+        ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _render_evaluation(figures)),
+        ("over-time", "Over the run", two_columns(*run_charts.draw_over_time(figures))),
+        ("memory", "Memory, predicted and measured", _render_memory(figures)),
+        ("techniques", "Techniques", _render_techniques(figures.changes)),
+        ("samples", "Samples", _render_samples(figures.samples)),
+        ("timeline", "Timeline", _render_timeline(figures.events)),
+        ("environment", "Environment", _render_environment(figures.environment)),
+        ("recipe", "Recipe", _render_recipe(figures)),
     )
     body = "".join(page.section(*parts) for parts in sections)
     footer = (
@@ -110,11 +110,11 @@ def render(figures: RunFigures) -> str:
     )
     return page.document(
         f"{figures.title} · preheat report",
-        f"{_header(figures)}\n{_tiles(figures)}\n{_setup(figures.setup)}\n{body}<footer>{footer}</footer>",
+        f"{_render_header(figures)}\n{_render_tiles(figures)}\n{_render_setup(figures.setup)}\n{body}<footer>{footer}</footer>",
     )
 
 
-def _header(figures: RunFigures) -> str:
+def _render_header(figures: RunFigures) -> str:
     state = figures.state
     notices = ""
     if state.kind != "finished":
@@ -125,82 +125,92 @@ def _header(figures: RunFigures) -> str:
     return page.header(f"preheat report · {_WORD[state.kind]}", figures.title, figures.verdict, notices)
 
 
-def _setup(rows: Sequence[tuple[str, str]]) -> str:
+def _render_setup(rows: Sequence[tuple[str, str]]) -> str:
     """Returns the settings of the recipe for the head of the page."""
-    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{nbsp_units(text)}</dd></div>" for what, text in rows)
+    shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{join_units(text)}</dd></div>" for what, text in rows)
     return f'<dl class="setup" id="setup">{shown}</dl>' if rows else ""
 
 
 _WORD = {"finished": "finished", "failed": "failed", "stopped": "stopped early", "open": "not finished"}
 
 
-def _tiles(figures: RunFigures) -> str:
+def _render_tiles(figures: RunFigures) -> str:
     """Returns tiles with the most important figures; unrecorded figures have none."""
     summary, predicted, measured, off = figures.summary, figures.predicted, figures.measured, figures.difference
     first = summary.first_loss
-    held_out, tokens, total = map(number, (summary.validation_loss, summary.tokens, predicted.seconds_total))
+    held_out, tokens, total = map(read_number, (summary.validation_loss, summary.tokens, predicted.seconds_total))
 
-    def against(guess: float | None, difference: float | None, show: Callable[[object], str]) -> str:
-        if number(guess) is None:
+    def format_against(guess: float | None, difference: float | None, show: Callable[[object], str]) -> str:
+        if read_number(guess) is None:
             return "no prediction"
-        return f"predicted {show(guess)}" + (f" ({signed_percent(difference)})" if difference is not None else "")
+        return f"predicted {show(guess)}" + (
+            f" ({format_signed_percent(difference)})" if difference is not None else ""
+        )
 
     parameters, shares = summary.parameters, []
     if parameters is not None:
         shares = [f"{count(parameters.active)} active"] * (parameters.active < parameters.total)
         shares += [f"{count(parameters.trained)} trained"]
     entries = (
-        ("Training loss", loss(summary.loss), f"from {loss(first)}" if first is not None else ""),
+        ("Training loss", format_loss(summary.loss), f"from {format_loss(first)}" if first is not None else ""),
         (
             "Validation loss",
-            loss(summary.validation_loss),
+            format_loss(summary.validation_loss),
             # exp(50) is 5e21: beyond it, the number says nothing.
-            f"perplexity {value(math.exp(held_out))}" if held_out is not None and held_out < 50 else "",
+            f"perplexity {format_value(math.exp(held_out))}" if held_out is not None and held_out < 50 else "",
         ),
         (
             "Tokens per second",
-            grouped(measured.tokens_per_second),
-            against(predicted.tokens_per_second, off.tokens_per_second, grouped),
+            format_grouped(measured.tokens_per_second),
+            format_against(predicted.tokens_per_second, off.tokens_per_second, format_grouped),
         ),
-        ("Peak memory", gib(measured.peak_gib), against(predicted.peak_gib, off.peak_gib, gib)),
+        ("Peak memory", format_gib(measured.peak_gib), format_against(predicted.peak_gib, off.peak_gib, format_gib)),
         (
             "Time",
-            duration(summary.seconds),
-            f"predicted {duration(total)}" if total is not None else "no prediction",
+            format_duration(summary.seconds),
+            f"predicted {format_duration(total)}" if total is not None else "no prediction",
         ),
-        ("Steps", grouped(summary.steps), f"{count(tokens)} tokens" if tokens is not None else ""),
-        ("Model FLOPs utilisation", percent(measured.mfu), against(predicted.mfu, off.mfu, percent)),
+        ("Steps", format_grouped(summary.steps), f"{count(tokens)} tokens" if tokens is not None else ""),
+        (
+            "Model FLOPs utilisation",
+            format_percent(measured.mfu),
+            format_against(predicted.mfu, off.mfu, format_percent),
+        ),
         ("Parameters", count(parameters.total) if parameters else MISSING, ", ".join(shares)),
     )
     return page.tiles(entries)
 
 
-def _memory(figures: RunFigures) -> str:
-    parts = run_charts.categories(figures)
-    predicted, measured = number(figures.predicted.peak_gib), number(figures.measured.peak_gib)
+def _render_memory(figures: RunFigures) -> str:
+    parts = run_charts.list_categories(figures)
+    predicted, measured = read_number(figures.predicted.peak_gib), read_number(figures.measured.peak_gib)
     off = figures.difference.peak_gib
     # 1 avoids a division by zero in a plan without any bytes.
     total = sum(size for _, size, _ in parts) or 1
     # One call for all rows of the table, so that they have the same unit and decimals.
-    unit, texts = sizes([*(size for _, size, _ in parts), predicted, measured])
+    unit, texts = format_sizes([*(size for _, size, _ in parts), predicted, measured])
     rows = [
-        page.row(cell(colour_key(colour) + escape(name)), number_cell(text), number_cell(percent(size / total)))
+        page.row(cell(colour_key(colour) + escape(name)), number_cell(text), number_cell(format_percent(size / total)))
         for (name, size, colour), text in zip(parts, texts, strict=False)
     ]
     if predicted is not None:
         rows.append(page.row(cell("predicted peak"), number_cell(texts[-2]), cell(""), kind="sum"))
     if measured is not None:
-        apart = f'<span class="small">the prediction is off by {signed_percent(off)}</span>' if off is not None else ""
+        apart = (
+            f'<span class="small">the prediction is off by {format_signed_percent(off)}</span>'
+            if off is not None
+            else ""
+        )
         label = cell(f"{colour_key('ink')}measured peak{apart}")
         rows.append(page.row(label, number_cell(texts[-1]), cell(""), kind="sum"))
     table = page.table(("at the peak", unit, "share"), rows) if rows else ""
-    table += _memory_of_gpu(figures)
-    left, right = f"{run_charts.memory(figures)}{table}", _phases(figures.phases)
+    table += _render_gpu_memory(figures)
+    left, right = f"{run_charts.draw_memory(figures)}{table}", _render_phases(figures.phases)
     shown = two_columns(f"<div>{left}</div>", f"<div>{right}</div>") if left or right else ""
-    return shown + _fallbacks(figures.events)
+    return shown + _render_fallbacks(figures.events)
 
 
-def _memory_of_gpu(figures: RunFigures) -> str:
+def _render_gpu_memory(figures: RunFigures) -> str:
     """Returns a table of predicted and measured GPU memory: allocated, reserved, context."""
     predicted, measured, off = figures.predicted, figures.measured, figures.difference
     parts = [
@@ -210,33 +220,33 @@ def _memory_of_gpu(figures: RunFigures) -> str:
             ("reserved by torch's allocator", predicted.reserved_gib, measured.reserved_gib, off.reserved_gib),
             ("context", predicted.context_gib, measured.context_gib, off.context_gib),
         )
-        if number(real) is not None
+        if read_number(real) is not None
     ]
-    unit, texts = sizes([size for _, guess, real, _ in parts for size in (guess, real)])
+    unit, texts = format_sizes([size for _, guess, real, _ in parts for size in (guess, real)])
     rows = [
         page.row(
             cell(escape(name)),
             number_cell(guess),
             number_cell(real),
-            number_cell("" if difference is None else signed_percent(difference)),
+            number_cell("" if difference is None else format_signed_percent(difference)),
         )
         for (name, _, _, difference), guess, real in zip(parts, texts[::2], texts[1::2], strict=True)
     ]
     return page.table(("at the most", f"predicted, {unit}", "measured", "difference"), rows) if rows else ""
 
 
-def _fallbacks(events: Sequence[Event]) -> str:
+def _render_fallbacks(events: Sequence[Event]) -> str:
     """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
     fallbacks = [event for event in events if isinstance(event, Fallback)]
     if not fallbacks:
         return ""
-    unit, texts = sizes([size for event in fallbacks for size in (event.was_gib, event.peak_gib)])
+    unit, texts = format_sizes([size for event in fallbacks for size in (event.was_gib, event.peak_gib)])
     rows = []
     for n, event in enumerate(fallbacks):
         rows.append(
             page.row(
-                number_cell(value(event.step)),
-                cell(escape(value(event.cause))),
+                number_cell(format_value(event.step)),
+                cell(escape(format_value(event.cause))),
                 text_cell(", ".join(event.changed) or "the recipe as written"),
                 number_cell(texts[2 * n]),
                 number_cell(texts[2 * n + 1]),
@@ -247,26 +257,26 @@ def _fallbacks(events: Sequence[Event]) -> str:
     return "<h3>Out of memory</h3>" + page.table(titles, rows, text=(1, 2))
 
 
-def _phases(phases: Mapping[str, float] | None) -> str:
-    peaks = {name: size for name, peak in (phases or {}).items() if (size := number(peak)) is not None}
+def _render_phases(phases: Mapping[str, float] | None) -> str:
+    peaks = {name: size for name, peak in (phases or {}).items() if (size := read_number(peak)) is not None}
     if not peaks:
         return ""
     most = max(peaks.values())
     # The phase that decides if the run fits.
     highest = next(name for name, size in peaks.items() if size == most)
-    unit, texts = sizes(list(peaks.values()))
+    unit, texts = format_sizes(list(peaks.values()))
     rows = (
         page.row(cell(escape(name)), number_cell(text), page.bar_cell(size / most if most > 0 else 0.0))
         for (name, size), text in zip(peaks.items(), texts, strict=True)
     )
     return (
         "<h3>Peak by phase</h3>"
-        + page.small(f"Predicted. The peak of a step lies in: {headline(highest)}.")
+        + page.small(f"Predicted. The peak of a step lies in: {format_headline(highest)}.")
         + page.table(("phase", f"peak, {unit}", ""), rows, text=(0, 2))
     )
 
 
-def _evaluation(figures: RunFigures) -> str:
+def _render_evaluation(figures: RunFigures) -> str:
     evaluation = figures.evaluation
     after, before = evaluation.after or Results(), evaluation.before or Results()
     difference, compared = evaluation.difference or ResultDifferences(), evaluation.before is not None
@@ -281,19 +291,19 @@ def _evaluation(figures: RunFigures) -> str:
             cut = f" ({result.truncated:,} without room for all of their context)" if result.truncated else ""
             if result.no_room:
                 cut += f" ({result.no_room:,} examples left out: no room for an answer)"
-            title = f"{name}: {grouped(result.rows)} rows{cut}"
+            title = f"{name}: {format_grouped(result.rows)} rows{cut}"
             rows.append(page.group_row(title, 4 if compared else 2))
             for metric, measured in result.metrics.items():
-                texts = [between(measured)]
+                texts = [format_interval(measured)]
                 # Three columns: before, after, and the difference with an interval of its own (paired by rows).
                 if compared:
-                    texts = [between(old.get(metric)), *texts, between(apart.get(metric), signed=True)]
+                    texts = [format_interval(old.get(metric)), *texts, format_interval(apart.get(metric), signed=True)]
                 label = cell(escape(metric.replace("_", " ")))
-                rows.append(page.row(label, *(cell(_interval(text), "n") for text in texts)))
-    charts = two_columns(*run_charts.evaluations(figures))
+                rows.append(page.row(label, *(cell(_wrap_interval(text), "n") for text in texts)))
+    charts = two_columns(*run_charts.draw_evaluations(figures))
     if not rows:
         return charts
-    caption = f"At step {value(evaluation.step)}. In brackets: 95 % of 1,000 bootstrap resamples"
+    caption = f"At step {format_value(evaluation.step)}. In brackets: 95 % of 1,000 bootstrap resamples"
     caption += "; of the difference, row by row." if compared else "."
     if not compared:
         caption += (
@@ -301,33 +311,35 @@ def _evaluation(figures: RunFigures) -> str:
             "and for a forgetting text."
         )
     titles = ("", "before", "after", "difference") if compared else ("", "measured")
-    return page.small(caption) + page.table(titles, rows) + charts + lengths(after, before)
+    return page.small(caption) + page.table(titles, rows) + charts + render_lengths(after, before)
 
 
-def _interval(text: str) -> str:
+def _wrap_interval(text: str) -> str:
     """Wraps the interval of '1.788 [1.70, 1.88]' in a span, so that it can move to a line of its own."""
     if text == MISSING:
         return '<span class="small">not measured</span>'
-    figure, _, interval = nbsp_units(text).partition(" [")
+    figure, _, interval = join_units(text).partition(" [")
     return figure + (f' <span class="interval">[{interval}</span>' if interval else "")
 
 
-def _techniques(changes: Mapping[str, Sequence[Change]]) -> str:
+def _render_techniques(changes: Mapping[str, Sequence[Change]]) -> str:
     rows = []
     for name, entries in changes.items():
         rows.append(page.group_row(name, 2))
         for change in entries:
             kernel = f"kernel: {change.kernel}" if change.kernel else ""
-            rows.append(page.row(text_cell(value(change.what), kernel), number_cell(grouped(change.count))))
+            rows.append(
+                page.row(text_cell(format_value(change.what), kernel), number_cell(format_grouped(change.count)))
+            )
     return page.table(("what it changed", "count"), rows) if rows else ""
 
 
-def _samples(samples: Sequence[SampleTexts]) -> str:
+def _render_samples(samples: Sequence[SampleTexts]) -> str:
     if not samples:
         return ""
     shown = []
     for sample in samples[:_MOST_SAMPLES]:
-        prompt = _prompt(sample.prompt)
+        prompt = _format_prompt(sample.prompt)
         before, after = (
             # The recorded text may begin with the prompt, which the page shows once, in colour.
             None if text is None else text.removeprefix(prompt)
@@ -362,27 +374,27 @@ def _samples(samples: Sequence[SampleTexts]) -> str:
 _MOST_SAMPLES = 50
 
 
-def _prompt(prompt: Prompt) -> str:
+def _format_prompt(prompt: Prompt) -> str:
     """Returns a prompt as text, with one line per chat message."""
     if prompt is None or isinstance(prompt, str):
         return prompt or ""
     return "".join(f"{message.get('role') or 'message'}: {message.get('content')}\n" for message in prompt)
 
 
-def _timeline(events: Sequence[Event]) -> str:
+def _render_timeline(events: Sequence[Event]) -> str:
     if not events:
         return ""
     begin = events[0].time
     rows = []
-    for group in _groups(events):
+    for group in _group_events(events):
         first, last = group[0], group[-1]
         at = first.time
         # Clocks may be set back between two sessions: no time rather than a negative one.
-        after = clock(at - begin) if at is not None and begin is not None and at >= begin else ""
+        after = format_clock(at - begin) if at is not None and begin is not None and at >= begin else ""
         kind = first.kind.replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
-        details = _event(last)
+        details = _render_event(last)
         if isinstance(first, Checkpoint | Overflow) and isinstance(last, Checkpoint | Overflow) and len(group) > 1:
-            details = f"steps {value(first.step)} to {value(last.step)}"
+            details = f"steps {format_value(first.step)} to {format_value(last.step)}"
         bad = " bad" if isinstance(first, Failed | Damaged | OutOfMemory | Overflows | Unsaved) else ""
         event = f'<span class="event{bad}">{escape(kind)}</span> {escape(details)}'
         rows.append(page.row(number_cell(after), cell(event, "free")))
@@ -393,57 +405,66 @@ def _timeline(events: Sequence[Event]) -> str:
     return page.small(started) + page.table(("h:min:s", "event"), rows, text=(1,))
 
 
-def _bytes(recorded: object) -> str:
-    finite = number(recorded)
-    return gib(None if finite is None else finite / 2**30)
+def _format_bytes(recorded: object) -> str:
+    finite = read_number(recorded)
+    return format_gib(None if finite is None else finite / 2**30)
 
 
 # Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
-    "requested": ("it asked for", _bytes),
-    "room": ("free", _bytes),
-    "overhead": ("memory in addition to the tensors", _bytes),
-    "loss": ("loss", loss),
-    "mfu": ("model FLOPs utilisation", percent),
-    "peak_gib": ("peak memory", gib),
-    "seconds": ("took", lambda recorded: f"{value(recorded)} s" if (number(recorded) or 9) < 1 else duration(recorded)),
+    "requested": ("it asked for", _format_bytes),
+    "room": ("free", _format_bytes),
+    "overhead": ("memory in addition to the tensors", _format_bytes),
+    "loss": ("loss", format_loss),
+    "mfu": ("model FLOPs utilisation", format_percent),
+    "peak_gib": ("peak memory", format_gib),
+    "seconds": (
+        "took",
+        lambda recorded: (
+            f"{format_value(recorded)} s" if (read_number(recorded) or 9) < 1 else format_duration(recorded)
+        ),
+    ),
     "seconds_per_step": (
         "seconds a step",
-        lambda recorded: " to ".join(map(value, recorded)) if isinstance(recorded, list) else value(recorded),
+        lambda recorded: (
+            " to ".join(map(format_value, recorded)) if isinstance(recorded, list) else format_value(recorded)
+        ),
     ),
     "signal": ("by", str),
     "spread": (
         "spread",
-        lambda recorded: " to ".join(map(grouped, recorded)) if isinstance(recorded, list) else value(recorded),
+        lambda recorded: (
+            " to ".join(map(format_grouped, recorded)) if isinstance(recorded, list) else format_value(recorded)
+        ),
     ),
-    "steps": ("steps", grouped),
-    "tokens": ("tokens", grouped),
-    "tokens_per_second": ("tokens a second", grouped),
-    "validation_loss": ("validation loss", loss),
+    "steps": ("steps", format_grouped),
+    "tokens": ("tokens", format_grouped),
+    "tokens_per_second": ("tokens a second", format_grouped),
+    "validation_loss": ("validation loss", format_loss),
     "changed": (
         "continued with",
-        lambda recorded: ", ".join(map(str, recorded)) if isinstance(recorded, list) else value(recorded),
+        lambda recorded: ", ".join(map(str, recorded)) if isinstance(recorded, list) else format_value(recorded),
     ),
-    "was_gib": ("peak before", gib),
-    "cause": ("while", value),
-    "phase": ("while", value),
-    "message": ("reason", value),
+    "was_gib": ("peak before", format_gib),
+    "cause": ("while", format_value),
+    "phase": ("while", format_value),
+    "message": ("reason", format_value),
 }
 # Fields left out of the timeline: shown elsewhere, meant for `preheat doctor oom`, or redundant (a checkpoint's
 # `wait_seconds` is most of its `seconds`).
 _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "wait_seconds", "in_use", "path")
 
 
-def _event(event: Event) -> str:
+def _render_event(event: Event) -> str:
     parts = []
     for key, recorded in to_plain_data(event).items():
         if key not in _NOT_SHOWN and recorded not in (None, "", [], {}):
-            label, write = _RECORDED.get(key, (key.replace("_", " "), value))
+            label, write = _RECORDED.get(key, (key.replace("_", " "), format_value))
             parts.append(f"{label} {write(recorded)}")
     return "; ".join(parts)
 
 
-def _groups(events: Sequence[Event]) -> list[list[Event]]:
+def _group_events(events: Sequence[Event]) -> list[list[Event]]:
     """Groups four or more consecutive checkpoints or skipped steps; every other event is a group of its own."""
     groups: list[list[Event]] = []
     for event in events:
@@ -455,28 +476,28 @@ def _groups(events: Sequence[Event]) -> list[list[Event]]:
     return [part for group in groups for part in ([group] if len(group) > 3 else [[event] for event in group])]
 
 
-_ENVIRONMENT: dict[str, tuple[str, Callable[[object], str]]] = {"memory_gib": ("memory", gib)}
+_ENVIRONMENT: dict[str, tuple[str, Callable[[object], str]]] = {"memory_gib": ("memory", format_gib)}
 
 
-def _environment(environment: Environment) -> str:
+def _render_environment(environment: Environment) -> str:
     recorded = to_plain_data(environment)
     # Plain values first, then each nested mapping under its name.
-    rows = [_row(k, v) for k, v in recorded.items() if not isinstance(v, dict)]
+    rows = [_render_row(k, v) for k, v in recorded.items() if not isinstance(v, dict)]
     for name, group in recorded.items():
         if isinstance(group, dict) and group:
             rows.append(page.group_row(name, 2))
-            rows += [_row(k, v) for k, v in group.items()]
+            rows += [_render_row(k, v) for k, v in group.items()]
     return page.table((), filter(None, rows)) if any(rows) else ""
 
 
-def _row(key: str, recorded: object) -> str:
+def _render_row(key: str, recorded: object) -> str:
     if recorded in (None, "", [], {}):
         return ""
-    label, write = _ENVIRONMENT.get(key, (key.replace("_", " "), value))
+    label, write = _ENVIRONMENT.get(key, (key.replace("_", " "), format_value))
     return page.named_row(label, text_cell(write(recorded)))
 
 
-def _recipe(figures: RunFigures) -> str:
+def _render_recipe(figures: RunFigures) -> str:
     return (
         f'<p class="again small">Runs it again:<code>{escape(figures.again)}</code></p>'
         "<details><summary>The recipe, with every default written out</summary>"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from preheat.report.formatting import change, number, unit_of
+from preheat.report.formatting import choose_unit, format_change, read_number
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -31,21 +31,21 @@ __all__ = [
     "WIDE",
     "Curve",
     "Span",
-    "both_widths",
-    "by_size",
-    "curves",
-    "drawn",
-    "numbers",
+    "draw_both_widths",
+    "draw_by_size",
+    "draw_curves",
+    "render_plot",
+    "read_numbers",
     "smooth",
-    "spans",
-    "stacked",
-    "thin",
-    "tick_labels",
-    "ticks",
+    "draw_spans",
+    "draw_stacked",
+    "downsample",
+    "format_tick_labels",
+    "set_ticks",
 ]
 
 COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 9)))
-# Colours that occur nowhere else, so that `_style` can recognize each in matplotlib's output.
+# Colours that occur nowhere else, so that `_rewrite_style` can recognize each in matplotlib's output.
 SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
 _POINTS = 640  # more than the pixels of a plot's width on a phone; more points would only enlarge the page
 
@@ -67,7 +67,7 @@ class Curve:
     """line, raw (light and thin), points (with markers), level (a dashed reference), named (a level with its label)"""
 
 
-def tick_labels(values: Sequence[float]) -> list[str]:
+def format_tick_labels(values: Sequence[float]) -> list[str]:
     """Returns tick labels with the fewest decimals that distinguish all ticks; very small or large ones use exponents.
 
     Example:
@@ -102,13 +102,13 @@ def _tidy(label: str) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def ticks(
+def set_ticks(
     axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format: Callable[[float], str] | None = None
 ) -> None:
     """Puts the ticks of an axis on round numbers with distinct labels; on a log axis at 1, 2 and 5 of each decade.
 
     Args:
-        format: formats a tick value; default, and fallback if two labels would be equal: `tick_labels`.
+        format: formats a tick value; default, and fallback if two labels would be equal: `format_tick_labels`.
     """
     from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -117,7 +117,9 @@ def ticks(
         def format_ticks(self, values: Sequence[float]) -> list[str]:  # type: ignore[override]
             labels = [format(v) for v in values] if format is not None else []
             return (
-                labels if labels and len(set(labels)) == len(set(values)) else tick_labels([float(v) for v in values])
+                labels
+                if labels and len(set(labels)) == len(set(values))
+                else format_tick_labels([float(v) for v in values])
             )
 
         def __call__(self, x: float, pos: int | None = None) -> str:
@@ -167,7 +169,7 @@ def smooth(values: Sequence[float], half: int) -> list[float]:
     return smoothed
 
 
-def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple[list[float], list[float]]:
+def downsample(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple[list[float], list[float]]:
     """Downsamples a curve to at most `points`: minimum and maximum of each stretch, so that no spike is lost."""
     if len(x) <= points:
         return list(x), list(y)
@@ -182,7 +184,7 @@ def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple
     return [x[i] for i in indices], [y[i] for i in indices]
 
 
-def curves(
+def draw_curves(
     name: str,
     lines: Sequence[Curve],
     alt_text: str,
@@ -204,12 +206,12 @@ def curves(
 
     def draw(axes: Axes) -> None:
         for line in lines:
-            x, y = (list(line.x), list(line.y)) if line.style in ("level", "named") else thin(line.x, line.y)
+            x, y = (list(line.x), list(line.y)) if line.style in ("level", "named") else downsample(line.x, line.y)
             colour = SENTINEL[line.colour]
             # A line of one point is invisible, so few points get markers.
             lone = sum(map(math.isfinite, y)) < 3
             if line.style in ("level", "named"):
-                _level(axes, line)
+                _draw_level(axes, line)
             elif line.style == "raw":
                 axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.5, marker="o" if lone else None, markersize=5)
             elif line.style == "points":
@@ -220,7 +222,7 @@ def curves(
                 axes.plot(x, y, color=colour, linewidth=2, marker="o" if lone else None, markersize=5)
         if from_zero and min((v for line in lines for v in line.y if math.isfinite(v)), default=-1) >= 0:
             axes.set_ylim(0, axes.get_ylim()[1] or 1)
-        for mark in thin(marks, marks)[0]:
+        for mark in downsample(marks, marks)[0]:
             axes.plot(
                 [mark],
                 # In fractions of the axes' height: at the upper edge, whatever the values are.
@@ -231,16 +233,16 @@ def curves(
                 color=SENTINEL["warn"],
                 clip_on=False,
             )
-        ticks(axes.xaxis, integer=True)
-        ticks(axes.yaxis)
+        set_ticks(axes.xaxis, integer=True)
+        set_ticks(axes.yaxis)
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.margins(x=0.01)
         axes.set_xlabel("step", loc="right", labelpad=2)
 
-    return drawn(name, size, alt_text, draw)
+    return render_plot(name, size, alt_text, draw)
 
 
-def _level(axes: Axes, line: Curve) -> None:
+def _draw_level(axes: Axes, line: Curve) -> None:
     """Draws a dashed line across the plot, with its name above it if it is a named level."""
     axes.axhline(line.y[0], color=SENTINEL["muted"], linewidth=1, dashes=(4, 3), zorder=1.5)
     if line.style == "named":
@@ -258,7 +260,7 @@ def _level(axes: Axes, line: Curve) -> None:
         )
 
 
-def by_size(
+def draw_by_size(
     name: str,
     lines: Sequence[Curve],
     alt_text: str,
@@ -281,21 +283,21 @@ def by_size(
     def draw(axes: Axes) -> None:
         for line in lines:
             if line.style == "named":
-                _level(axes, line)
+                _draw_level(axes, line)
             else:
                 axes.plot(line.x, line.y, color=SENTINEL[line.colour], linewidth=1.6, marker="o", markersize=4.5)
         axes.set_xscale("log", base=2, nonpositive="mask")
         axes.set_yscale("log", nonpositive="mask")
-        ticks(axes.xaxis, format=format)
-        ticks(axes.yaxis)
+        set_ticks(axes.xaxis, format=format)
+        set_ticks(axes.yaxis)
         axes.tick_params(which="minor", length=0)
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(label, loc="right", labelpad=2)
 
-    return drawn(name, size, alt_text, draw)
+    return render_plot(name, size, alt_text, draw)
 
 
-def stacked(
+def draw_stacked(
     name: str,
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
     alt_text: str,
@@ -310,7 +312,7 @@ def stacked(
     """
 
     # One unit for all rows, so that they can be compared.
-    unit, scale = unit_of([sum(length for _, length in pieces) for _, pieces in rows])
+    unit, scale = choose_unit([sum(length for _, length in pieces) for _, pieces in rows])
     rows = [(label, [(colour, length * scale) for colour, length in pieces]) for label, pieces in rows]
     limit = (limit[0], limit[1] * scale) if limit is not None else None
 
@@ -353,11 +355,11 @@ def stacked(
                 va="top",
                 color=SENTINEL["ink"],
             )
-        ticks(axes.xaxis)
+        set_ticks(axes.xaxis)
         axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    return drawn(name, SHORT if len(rows) < 4 else NARROW, alt_text, draw)
+    return render_plot(name, SHORT if len(rows) < 4 else NARROW, alt_text, draw)
 
 
 @dataclass(frozen=True)
@@ -370,7 +372,7 @@ class Span:
     colour: str
 
 
-def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
+def draw_spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
     """Draws a waterfall as an SVG element: one horizontal bar per row, labelled with its (signed) length."""
 
     def draw(axes: Axes) -> None:
@@ -381,7 +383,7 @@ def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
             # Bars from zero are totals; all others are changes and get a sign.
             is_total = row.start == 0.0
             axes.annotate(
-                f"{row.end - row.start:,.3g}" if is_total else change(row.end - row.start, reach),
+                f"{row.end - row.start:,.3g}" if is_total else format_change(row.end - row.start, reach),
                 (max(row.start, row.end), y),
                 xytext=(4, 0),
                 textcoords="offset points",
@@ -396,14 +398,14 @@ def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
         axes.set_xlim(least * 1.05, reach * 1.16)
         axes.set_yticks(range(len(rows)), [shorten(row.name, 32) for row in rows])
         axes.tick_params(axis="y", colors=SENTINEL["ink"])
-        ticks(axes.xaxis, 4)
+        set_ticks(axes.xaxis, 4)
         axes.grid(axis="x", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(unit, loc="right", labelpad=2)
 
-    return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), alt_text, draw)
+    return render_plot(name, (NARROW[0], 0.62 + 0.3 * len(rows)), alt_text, draw)
 
 
-def both_widths(
+def draw_both_widths(
     name: str,
     draw: Callable[[str, tuple[float, float]], str],
     *,
@@ -421,7 +423,7 @@ def both_widths(
     return "".join(f'<div class="{width}">{draw(f"{name}-{width}", size)}</div>' for width, size in sizes.items())
 
 
-def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[Axes], None]) -> str:
+def render_plot(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[Axes], None]) -> str:
     """Returns the plot that `draw` makes on its axes as an SVG element.
 
     Markers at an edge are not clipped, and text is shortened and cleaned.
@@ -493,9 +495,9 @@ def _inline(name: str, drawing: bytes, alt_text: str) -> str:
             elif key == "href":
                 element.set("href", f"#{name}-{text[1:]}")
             elif key == "style":
-                element.set("style", _style(text, names))
+                element.set("style", _rewrite_style(text, names))
             else:
-                element.set(key, _short(text).replace("url(#", f"url(#{name}-"))
+                element.set(key, _shorten_coordinates(text).replace("url(#", f"url(#{name}-"))
         element.tail = None
         if element.text is not None and not element.text.strip():
             element.text = None
@@ -506,12 +508,12 @@ def _inline(name: str, drawing: bytes, alt_text: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _short(text: str) -> str:
+def _shorten_coordinates(text: str) -> str:
     """Rounds coordinates to 0.01 points: invisible, and halves the size of the page."""
     return re.sub(r"-?\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), " ".join(text.split()))
 
 
-def _style(text: str, names: dict[str, str]) -> str:
+def _rewrite_style(text: str, names: dict[str, str]) -> str:
     """Rewrites a style with the page's colours; keeps the font size, drops matplotlib's fonts."""
     rules = []
     for rule in text.split(";"):
@@ -523,6 +525,6 @@ def _style(text: str, names: dict[str, str]) -> str:
     return "; ".join(rules)
 
 
-def numbers(values: Sequence[object]) -> list[float]:
+def read_numbers(values: Sequence[object]) -> list[float]:
     """Returns logged values as floats; missing values and non-numbers become NaN, a gap in the curve."""
-    return [math.nan if (finite := number(v)) is None else finite for v in values]
+    return [math.nan if (finite := read_number(v)) is None else finite for v in values]

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 from preheat.errors import RecipeError
 from preheat.sanitize import shorten
 from preheat.tracking.progress import SentState
-from preheat.tracking.tracker import Start, find, local_folder
+from preheat.tracking.tracker import Start, find, find_local_folder
 
 if TYPE_CHECKING:
     from preheat.core.schema import Tracking
@@ -46,7 +46,7 @@ def check(recipe: Recipe, folder: Path) -> None:
         tracker = find(name)
         if SentState.read(folder, name) is not None:
             continue  # a resumed run continues where it was sent before
-        local = local_folder(settings, name)
+        local = find_local_folder(settings, name)
         start = Start("", folder, settings.project, settings.name or folder.absolute().name, settings.tags, {}, local)
         if problem := tracker.conflict(start):
             raise RecipeError(
@@ -99,7 +99,7 @@ class Followers:
         for line in process.stdout:
             self._notice(f"tracking: {name}: {shorten(line.strip(), 300)}")
         if process.wait() and name not in self._told:
-            reason = _last_line(log) or f"exit code {process.returncode}"
+            reason = _read_last_line(log) or f"exit code {process.returncode}"
             self._notice(
                 f"tracking: {name} ended: {shorten(reason, 200)}; training is not affected; send the run later with: "
                 f"preheat track {self._run} --to {name}"
@@ -125,7 +125,7 @@ class Followers:
                 reader.join()  # so that its last notice comes before the summary
 
 
-def _last_line(log: Path) -> str:
+def _read_last_line(log: Path) -> str:
     """Returns the last line of a log, which is the error of a traceback; empty if there is none."""
     try:
         with log.open("rb") as file:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from preheat.tracking.tracker import Start, Status, Table, Tracker, writable
+from preheat.tracking.tracker import Start, Status, Table, Tracker, why_not_writable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,7 +45,7 @@ class MLflow(Tracker):
     def conflict(cls, start: Start) -> str | None:
         if os.environ.get("MLFLOW_TRACKING_URI"):
             return None
-        return writable(start.local or Path())
+        return why_not_writable(start.local or Path())
 
     def start(self, start: Start, known: str | None) -> str:
         # Before the import, which reads it.

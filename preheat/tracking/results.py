@@ -11,7 +11,7 @@ from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes
 from preheat.tracking.progress import SentState
 from preheat.tracking.sender import finite_numbers, flatten
-from preheat.tracking.tracker import Start, Table, find, local_folder
+from preheat.tracking.tracker import Start, Table, find, find_local_folder
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -52,7 +52,7 @@ def send_result(file: Path, tracker_name: str, settings: Tracking) -> None:
         name=sent.name,
         tags=(*settings.tags, file.stem),
         parameters={key: value for key, value in flatten(result) if not isinstance(value, str) or len(value) < 1000},
-        local=local_folder(settings, tracker_name),
+        local=find_local_folder(settings, tracker_name),
     )
     if start.local is not None:
         start.local.mkdir(parents=True, exist_ok=True)

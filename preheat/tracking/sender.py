@@ -33,7 +33,7 @@ from preheat.files import to_json, to_plain_data
 from preheat.run.reader import Reader, read_event, read_metrics, read_system
 from preheat.sanitize import shorten
 from preheat.tracking.progress import SentState
-from preheat.tracking.tracker import Start, Status, Table, Tracker, find, local_folder
+from preheat.tracking.tracker import Start, Status, Table, Tracker, find, find_local_folder
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -70,7 +70,7 @@ def start_of(run: Reader, settings: Tracking, tracker: str) -> Start:
         name=settings.name or run.path.absolute().name,
         tags=settings.tags,
         parameters=parameters,
-        local=local_folder(settings, tracker),
+        local=find_local_folder(settings, tracker),
     )
 
 
@@ -94,7 +94,7 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def _training(line: StepMetrics) -> dict[str, float]:
+def _collect_training(line: StepMetrics) -> dict[str, float]:
     figures = finite_numbers(to_plain_data(line))
     del figures["step"]
     # Trackers draw an axis per name: bytes could not be compared with GiB of the plan.
@@ -103,30 +103,30 @@ def _training(line: StepMetrics) -> dict[str, float]:
     return {f"train/{name}": value for name, value in figures.items()}
 
 
-def _evaluation(line: EvaluationMetrics) -> dict[str, float]:
+def _collect_evaluation(line: EvaluationMetrics) -> dict[str, float]:
     scores = {f"validation/{name.removeprefix('validation_')}": value for name, value in line.scores.items()}
     losses: dict[str, float | None] = {"validation/loss": line.validation_loss, "forgetting/loss": line.forgetting_loss}
     tasks = {f"tasks/{task}/{name}": value for task, of in (line.tasks or {}).items() for name, value in of.items()}
     return finite_numbers({**losses, **scores, **tasks})
 
 
-def _figures(event: Event) -> dict[str, float]:
+def _collect_figures(event: Event) -> dict[str, float]:
     figures = finite_numbers(to_plain_data(event))
     figures.pop("time", None)
     return figures
 
 
-def _details(event: Event) -> str:
+def _format_details(event: Event) -> str:
     values: JsonObject = to_plain_data(event)
     return shorten(to_json({key: value for key, value in values.items() if key not in ("time", "kind", "step")}), 500)
 
 
-def _event_row(event: Event) -> tuple[str, str, str, str]:
+def _build_event_row(event: Event) -> tuple[str, str, str, str]:
     time = datetime.fromtimestamp(event.time or 0, UTC).isoformat(timespec="seconds")
-    return time, str(to_plain_data(event).get("step", "")), event.kind, _details(event)
+    return time, str(to_plain_data(event).get("step", "")), event.kind, _format_details(event)
 
 
-def _prompt(prompt: Prompt) -> str:
+def _format_prompt(prompt: Prompt) -> str:
     """Returns a prompt as text; that of a chat is a list of messages."""
     if prompt is None or isinstance(prompt, str):
         return prompt or ""
@@ -176,14 +176,14 @@ class Sender:
 
     def send(self) -> None:
         """Sends what the run has written since the last call."""
-        self._send("metrics.jsonl", read_metrics, self._metrics)
-        self._send("system.jsonl", read_system, self._system)
-        self._send("events.jsonl", read_event, self._event)
+        self._send("metrics.jsonl", read_metrics, self._send_metrics)
+        self._send("system.jsonl", read_system, self._send_system)
+        self._send("events.jsonl", read_event, self._send_event)
 
     def finish(self) -> None:
         """Sends what is left, the tables and the report, and ends the session there."""
         self.send()
-        for name, table in self._tables():
+        for name, table in self._build_tables():
             self.tracker.table(self._sent.step, name, table)
         self.tracker.artifact(self.report())
         self.tracker.finish(self._end)
@@ -214,36 +214,36 @@ class Sender:
                     self.tracker.flush()
                     self._sent.write(self.run.path)
 
-    def _metrics(self, line: StepMetrics | EvaluationMetrics) -> None:
+    def _send_metrics(self, line: StepMetrics | EvaluationMetrics) -> None:
         # A session that resumed repeats the steps since its checkpoint: they are there already.
         if isinstance(line, StepMetrics):
             if line.step > self._sent.step:
-                self.tracker.metrics(line.step, _training(line) | self._constants)
+                self.tracker.metrics(line.step, _collect_training(line) | self._constants)
                 self._sent.step = line.step
         elif line.step > self._sent.evaluated:
-            self.tracker.metrics(line.step, _evaluation(line))
+            self.tracker.metrics(line.step, _collect_evaluation(line))
             self._sent.evaluated = line.step
 
-    def _system(self, line: SystemMetrics) -> None:
+    def _send_system(self, line: SystemMetrics) -> None:
         self.tracker.metrics(line.step, {f"system/{name}": value for name, value in line.figures.items()})
 
-    def _event(self, event: Event) -> None:
+    def _send_event(self, event: Event) -> None:
         if isinstance(event, Measured | Baseline | Finished):
             group = "final" if isinstance(event, Finished) else event.kind
-            self.tracker.summary({f"{group}/{name}": value for name, value in _figures(event).items()})
+            self.tracker.summary({f"{group}/{name}": value for name, value in _collect_figures(event).items()})
         if isinstance(event, Started | Resumed):
             self._end = "killed"
         self._end = _STATUS.get(event.kind, self._end)
         if isinstance(event, _ALARMING):
-            self.tracker.event(event.kind, _details(event))
+            self.tracker.event(event.kind, _format_details(event))
 
-    def _tables(self) -> Iterator[tuple[str, Table]]:
+    def _build_tables(self) -> Iterator[tuple[str, Table]]:
         samples = [
-            (_prompt(sample.prompt), sample.expected or "", sample.before or "", sample.text or "")
+            (_format_prompt(sample.prompt), sample.expected or "", sample.before or "", sample.text or "")
             for sample in self.run.samples()
         ]
         if samples:
             yield "samples", Table(("prompt", "expected", "before training", "text"), samples)
-        events = [_event_row(event) for event in self.run.events() if isinstance(event, _SHOWN)]
+        events = [_build_event_row(event) for event in self.run.events() if isinstance(event, _SHOWN)]
         if events:
             yield "events", Table(("time", "step", "event", "details"), events)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from preheat.tracking.tracker import Start, Status, Table, Tracker, writable
+from preheat.tracking.tracker import Start, Status, Table, Tracker, why_not_writable
 
 if TYPE_CHECKING:
     from swanlab import Run
@@ -32,7 +32,7 @@ class SwanLab(Tracker):
 
     @classmethod
     def conflict(cls, start: Start) -> str | None:
-        return writable(start.local or Path(os.environ.get("SWANLAB_LOG_DIR", "swanlog")))
+        return why_not_writable(start.local or Path(os.environ.get("SWANLAB_LOG_DIR", "swanlog")))
 
     def start(self, start: Start, known: str | None) -> str:
         import swanlab
@@ -61,7 +61,7 @@ class SwanLab(Tracker):
         self._run.log(dict(values), step=step)
 
     def table(self, step: int, name: str, table: Table) -> None:
-        self._run.log_text(key=name, data=table.markdown(), step=step)
+        self._run.log_text(key=name, data=table.render_markdown(), step=step)
 
     def summary(self, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=self._step)

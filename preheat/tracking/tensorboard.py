@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.tracking.tracker import Start, Status, Table, Tracker, writable
+from preheat.tracking.tracker import Start, Status, Table, Tracker, why_not_writable
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorBoard"]
 
 
-def _folder(start: Start) -> Path:
+def _choose_folder(start: Start) -> Path:
     return start.folder / "tracking" / "tensorboard" if start.local is None else start.local / start.name
 
 
@@ -37,22 +37,22 @@ class TensorBoard(Tracker):
 
     @classmethod
     def conflict(cls, start: Start) -> str | None:
-        folder = _folder(start)
+        folder = _choose_folder(start)
         if start.local is not None and folder.exists() and any(folder.iterdir()):
             return f"{folder} has another run's files already"
-        return writable(folder)
+        return why_not_writable(folder)
 
     def start(self, start: Start, known: str | None) -> str:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder = _folder(start)
+        self._folder = _choose_folder(start)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(self._folder))
         if known is None:
             rows = [(key, str(value)) for key, value in start.parameters.items()]
             self.table(0, "parameters", Table(("key", "value"), rows))
             # For programs: one text with all of them.
-            self._text(0, "parameters.json", json.dumps(dict(start.parameters)))
+            self._add_text(0, "parameters.json", json.dumps(dict(start.parameters)))
         return str(self._folder)
 
     @property
@@ -72,7 +72,7 @@ class TensorBoard(Tracker):
 
         self._add(step, Summary(value=[Summary.Value(tag=n, simple_value=value) for n, value in values.items()]))
 
-    def _text(self, step: int, name: str, text: str) -> None:
+    def _add_text(self, step: int, name: str, text: str) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
@@ -83,18 +83,18 @@ class TensorBoard(Tracker):
         self._add(step, Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)]))
 
     def table(self, step: int, name: str, table: Table) -> None:
-        self._text(step, name, table.markdown())
+        self._add_text(step, name, table.render_markdown())
 
     def summary(self, values: Mapping[str, float]) -> None:
         self.metrics(self._step, values)
 
     def artifact(self, file: Path) -> None:
         # TensorBoard has no artifacts; the page is linked from a text.
-        self._text(self._step, file.stem, f"[{file.name}]({file.absolute().as_uri()})")
+        self._add_text(self._step, file.stem, f"[{file.name}]({file.absolute().as_uri()})")
 
     def flush(self) -> None:
         self._writer.flush()
 
     def finish(self, status: Status) -> None:
-        self._text(self._step, "status", status)
+        self._add_text(self._step, "status", status)
         self._writer.close()

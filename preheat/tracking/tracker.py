@@ -19,7 +19,7 @@ from preheat.sanitize import quote_value, shorten
 if TYPE_CHECKING:
     from preheat.core.schema import Tracking
 
-__all__ = ["GROUP", "Start", "Status", "Table", "Tracker", "find", "local_folder", "writable"]
+__all__ = ["GROUP", "Start", "Status", "Table", "Tracker", "find", "find_local_folder", "why_not_writable"]
 
 GROUP = "preheat.trackers"
 """Entry-point group of trackers in other packages."""
@@ -68,7 +68,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    def markdown(self) -> str:
+    def render_markdown(self) -> str:
         """Returns the table in Markdown, with line breaks and bars of the texts escaped."""
 
         def row(cells: Sequence[str]) -> str:
@@ -181,12 +181,12 @@ def find(name: str) -> type[Tracker]:
     return tracker
 
 
-def local_folder(settings: Tracking, name: str) -> Path | None:
+def find_local_folder(settings: Tracking, name: str) -> Path | None:
     """Returns where a tracker keeps its files on this machine; None: where it does by default."""
     return None if settings.folder is None else Path(settings.folder) / name
 
 
-def writable(folder: Path) -> str | None:
+def why_not_writable(folder: Path) -> str | None:
     """Returns why nothing can be written in a folder, which need not exist yet; None if it can."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not existing.is_dir():

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.tracking.tracker import Start, Status, Table, Tracker, writable
+from preheat.tracking.tracker import Start, Status, Table, Tracker, why_not_writable
 
 if TYPE_CHECKING:
     from trackio import Run
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Trackio"]
 
 
-def _folder(start: Start) -> Path:
+def _find_folder(start: Start) -> Path:
     """Returns the folder of Trackio's databases, as Trackio chooses it."""
     if start.local is not None:
         return start.local
@@ -41,10 +41,10 @@ class Trackio(Tracker):
 
     @classmethod
     def conflict(cls, start: Start) -> str | None:
-        folder = _folder(start)
+        folder = _find_folder(start)
         if os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"):
             return None
-        if problem := writable(folder):
+        if problem := why_not_writable(folder):
             return problem
         # Trackio names the file by the project's letters, digits, - and _.
         file = folder / f"{''.join(c for c in start.project if c.isalnum() or c in '-_')}.db"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from preheat.tracking.tracker import Start, Status, Table, Tracker, writable
+from preheat.tracking.tracker import Start, Status, Table, Tracker, why_not_writable
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -33,7 +33,7 @@ class Wandb(Tracker):
 
     @classmethod
     def conflict(cls, start: Start) -> str | None:
-        return writable(start.local or Path(os.environ.get("WANDB_DIR", ".")))
+        return why_not_writable(start.local or Path(os.environ.get("WANDB_DIR", ".")))
 
     def start(self, start: Start, known: str | None) -> str:
         import wandb

@@ -60,13 +60,13 @@ class Webhook(Tracker):
         """Does nothing: a message has no files."""
 
     def event(self, kind: str, text: str) -> None:
-        self._post(kind, f"{self._name}: {kind.replace('_', ' ')} at step {self._step:,}: {text}")
+        self._post_message(kind, f"{self._name}: {kind.replace('_', ' ')} at step {self._step:,}: {text}")
 
     def finish(self, status: Status) -> None:
         loss = f", loss {self._loss:.4f}" if self._loss == self._loss else ""
-        self._post(status, f"{self._name}: {status} at step {self._step:,}{loss}")
+        self._post_message(status, f"{self._name}: {status} at step {self._step:,}{loss}")
 
-    def _post(self, status: str, text: str) -> None:
+    def _post_message(self, status: str, text: str) -> None:
         message = {"text": text, "content": text, "run": self._name, "status": status, "step": self._step}
         message |= {"loss": self._loss} if self._loss == self._loss else {}
         request = urllib.request.Request(

@@ -87,7 +87,7 @@ class HangWatchdog:
                     "phase": phase,
                     "since": since,
                     "now": time.time(),
-                    "line": self._line(),
+                    "line": self._find_line(),
                 }
                 self.store.set(f"stands/{self.ranks.rank}", json.dumps(status))
                 # Publishes first: the report below reads this rank's own status from the store, too.
@@ -98,7 +98,7 @@ class HangWatchdog:
                 return
             over = self._over.wait(self.interval)
 
-    def _line(self) -> str:
+    def _find_line(self) -> str:
         """Returns the innermost line of preheat's own source in the main thread's stack."""
         # Works even while the main thread is blocked in a collective: its Python frames do not change meanwhile.
         frame: FrameType | None = sys._current_frames().get(self.main)

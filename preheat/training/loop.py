@@ -39,7 +39,7 @@ from preheat.run.layout import MEMORY_KEYS
 from preheat.run.reader import Reader
 from preheat.tracking.follower import Followers
 from preheat.training.hang_watchdog import HangWatchdog
-from preheat.training.lr_schedule import lr_factor
+from preheat.training.lr_schedule import compute_lr_factor
 from preheat.training.observer import Logged, Watch
 from preheat.training.recovery.oom import Recovery
 from preheat.training.resume import early_stopping
@@ -173,7 +173,7 @@ def _is_alarming(in_a_row: int, scale: float, *, updated: bool) -> bool:
     return in_a_row >= _MANY_SKIPPED and (updated or scale <= _LEAST_CALIBRATED)
 
 
-def _died_again(events: list[run_records.Event], step: int) -> bool:
+def _has_died_again(events: list[run_records.Event], step: int) -> bool:
     """Returns True if the previous session resumed at this step and ended there without being asked to stop."""
     # The present session has logged its own start already, so the previous session is the one before the last start.
     starts = [n for n, event in enumerate(events) if isinstance(event, run_records.Started | run_records.Resumed)]
@@ -199,7 +199,7 @@ class _Loop:
         self.recipe, self.writer = session.recipe, session.writer
         self.recovery = Recovery(session, watchdog, self._log_checkpoints)
         self.meter = ThroughputMeter(session)
-        self.loss = self._last_loss()
+        self.loss = self._read_last_loss()
         # The last evaluation and its step, so that a final step that was evaluated on schedule is not evaluated twice.
         self.evaluated: tuple[int, Measured] | None = None
         self.shape: Shape | None = None
@@ -215,9 +215,9 @@ class _Loop:
         self.verdict = self._judged()
         self.complete: set[int] = set()  # steps of complete checkpoints
         self.recorded_best: run_records.BestScore | None = None
-        self.last_eval_step = self._first_eval_step()  # the last step whose evaluation, if due, is done
+        self.last_eval_step = self._find_first_eval_step()  # the last step whose evaluation, if due, is done
 
-    def _last_loss(self) -> float:
+    def _read_last_loss(self) -> float:
         """Returns the logged loss of the current step, for sessions that have no step left to train."""
         step = self.session.progress.step
         lines = Reader(self.writer.path).metrics() if step and self.session.ranks.lead else []
@@ -245,7 +245,7 @@ class _Loop:
         steps = sorted(step for step in self.evaluations if step <= self.progress.step)
         return judge([self.evaluations[step] for step in steps], self.criterion)
 
-    def _first_eval_step(self) -> int:
+    def _find_first_eval_step(self) -> int:
         """Returns the step at which the session begins, or -1 if its evaluation is still due.
 
         An evaluation that killed the process is retried once; if it kills the process again, it is skipped with a
@@ -260,7 +260,7 @@ class _Loop:
         run = Reader(self.writer.path)
         if step == 0 or (self._is_evaluated_at(step) and step not in [e.step for e in run.evaluations()]):
             evaluated = -1
-        if step and evaluated < 0 and _died_again(run.events(), step):
+        if step and evaluated < 0 and _has_died_again(run.events(), step):
             evaluated = step
             self.writer.write_event(run_records.Unevaluated(step=step))
             self.watch.notice(
@@ -271,7 +271,7 @@ class _Loop:
 
     def _is_evaluated_at(self, step: int) -> bool:
         every = self.recipe.evaluate.every
-        return bool(every and step and step % every == 0 and not self._finished() and self.session.probes.any)
+        return bool(every and step and step % every == 0 and not self._is_finished() and self.session.probes.any)
 
     # Properties, because recovery from an out-of-memory error replaces the session's build and progress.
     @property
@@ -297,7 +297,7 @@ class _Loop:
         self._find_best()
         # Once: a fallback in the first step starts this method again, with the hooks of step 0 done.
         if self.progress.step == 0 and self.session.samples.before and self.last_eval_step < 0:
-            self._unless_stopped(self._samples)
+            self._run_unless_stopped(self._record_samples)
             reset_peak(self.build.device.kind)  # the measured peak must not include generation
         self.watch.stage("training")
         # Closing the generator ends the loader's worker processes, also after an error.
@@ -306,15 +306,15 @@ class _Loop:
             while True:
                 # First, so that a session resumed at step n makes up for an evaluation of step n that is missing.
                 self._run_due_hooks()
-                if self._finished() or self.stopped is not None:
+                if self._is_finished() or self.stopped is not None:
                     break
                 # An asynchronous checkpoint is logged once it is complete; an error of its write is raised here.
                 self.watchdog.set_phase(self.progress.step, Phase.SAVING)
                 self._log_checkpoints(self.session.saving.poll())
                 with self._profiled():
-                    self._step(stream)
+                    self._run_step(stream)
         if self.stopped is not None:
-            self._stopping()
+            self._check_stop()
         elif self._ends_early():
             self._say_early_end()
         self.watchdog.set_phase(self.progress.step, Phase.SAVING)
@@ -329,7 +329,7 @@ class _Loop:
         # Evaluation, samples and summary; every step is saved by here.
         return self._finish()
 
-    def _unless_stopped(self, work: Callable[[], object]) -> bool:
+    def _run_unless_stopped(self, work: Callable[[], object]) -> bool:
         """Runs long work that does not change the weights; returns False if a signal aborted it.
 
         With several processes the work always completes: the other ranks would wait for an aborted one.
@@ -349,7 +349,7 @@ class _Loop:
             return False
         return True
 
-    def _stopping(self) -> None:
+    def _check_stop(self) -> None:
         self.writer.write_event(run_records.Stopping(signal=self.stopped, step=self.progress.step))
         self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
@@ -368,7 +368,7 @@ class _Loop:
         # All conditions below are equal on all ranks, because evaluating and saving are collectives.
         step, every = self.progress.step, self.recipe.checkpoint.every
         evaluation_due = self._is_evaluated_at(step)
-        save_due = every and step and step % every == 0 and not self._finished()
+        save_due = every and step and step % every == 0 and not self._is_finished()
         if self.last_eval_step != step and (evaluation_due or (step == 0 and self.session.probes.at_start)):
             # A stopping run leaves this evaluation to the session that resumes it.
             if self.stopped is not None:
@@ -379,7 +379,7 @@ class _Loop:
                 self._save()
                 self._log_checkpoints(self.session.saving.wait())
             self.tried = True
-            if not self._unless_stopped(self._evaluate):
+            if not self._run_unless_stopped(self._evaluate):
                 return
             self._update_best()
         self.last_eval_step = step
@@ -388,7 +388,7 @@ class _Loop:
         if save_due and step not in (self.session.saving.last_step, self.recovery.skipped_saves):
             self._save()
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         total = self.session.total
         if total is not None and self.progress.step >= total:
             return True
@@ -413,17 +413,17 @@ class _Loop:
         """Returns True if the evaluation of this step ends the run."""
         return self.verdict.ends is not None and self.verdict.at == self.progress.step
 
-    def _step(self, stream: Iterator[list[Batch]]) -> None:
+    def _run_step(self, stream: Iterator[list[Batch]]) -> None:
         # 1. Read the batch. `step` numbers the step in progress, from 1; `progress.step` counts committed steps.
         start, step = time.perf_counter(), self.progress.step + 1
         self._enter(step, Phase.DATA)
         batch: list[Batch] = []
         try:
             # Reading may wait for a slow stream: in a single process a signal aborts it, and the step does not begin.
-            if not self._unless_stopped(lambda: batch.extend(self._read(stream))):
+            if not self._run_unless_stopped(lambda: batch.extend(self._read(stream))):
                 return
         except RunError as error:
-            raise RunError(f"{error}; {self._saved_before_the_end()}") from None
+            raise RunError(f"{error}; {self._save_before_the_end()}") from None
         # The shape may change between steps; cached blocks of the old sizes would stay beside those of the new ones.
         shape = self.session.shape(self.progress.step)
         if self.shape not in (None, shape):
@@ -431,7 +431,7 @@ class _Loop:
         self.shape = shape
         # 2. Compute the gradients of all micro-batches, then update the weights.
         # By updates, not steps: steps that fp16 skips would use up the warm-up before the weights have changed.
-        lr = self.session.peak_lr * lr_factor(self.recipe.schedule, self.progress.updates, self.session.total)
+        lr = self.session.peak_lr * compute_lr_factor(self.recipe.schedule, self.progress.updates, self.session.total)
         self._enter(step, Phase.GRADIENTS)
         # `lr` is passed to both verbs: a build that steps in backward needs it with the gradients.
         loss = accumulate_gradients(self.build, batch, lr)
@@ -451,7 +451,7 @@ class _Loop:
             self.build, loss, torch.stack([*stats, loss_scale]), (self.signals.received is not None, late)
         )
         # A signal that arrives after the collective counts in the next step if there are other processes: they do not
-        # know of it. Only a single process may act on what it alone knows, here and on its clock in `_finished`.
+        # know of it. Only a single process may act on what it alone knows, here and on its clock in `_is_finished`.
         alone = self.build.mesh.world == 1
         if some_stopped or alone:
             self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
@@ -573,7 +573,7 @@ class _Loop:
             return
         self.build.begin(batches[0])  # overlaps with the update, which is queued next
 
-    def _saved_before_the_end(self) -> str:
+    def _save_before_the_end(self) -> str:
         """Saves the current step, if this is the only process, and describes where `--resume` would resume."""
         # Saving is a collective, and the other ranks may not have failed: only a single process may save here.
         if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.last_step, 0):
@@ -714,7 +714,7 @@ class _Loop:
         plan, p = self.session.plan, self.progress
         stopped = self.stopped
         # `stopped` is what ended the steps; a signal during the work below sets `self.stopped` as well.
-        complete = stopped is None and self._unless_stopped(self._evaluate)
+        complete = stopped is None and self._run_unless_stopped(self._evaluate)
         if complete:
             self._update_best()
         validation = self.evaluated[1].loss if complete and self.evaluated is not None else math.nan
@@ -723,7 +723,7 @@ class _Loop:
         if self.meter.speeds:  # a session without a step has no measurements to compare with the plan
             self.writer.write_event(measured)
         # `finished` is the last event of a complete run: launchers read it to decide against another restart.
-        if complete and self._unless_stopped(self._afterwards):
+        if complete and self._run_unless_stopped(self._finish_run):
             end = run_records.Finished(
                 steps=p.step,
                 loss=self.loss,
@@ -756,15 +756,15 @@ class _Loop:
         summary["reason"] = self._reason() if self.stopped is None else None
         return summary | early_stopping(self.recipe, summary, self._best(), p.tokens, p.elapsed)
 
-    def _afterwards(self) -> None:
+    def _finish_run(self) -> None:
         try:
             self.meter.store_speed_correction()
         except RunError as error:  # the speed correction is optional: do not fail a finished run
             self.watch.notice(str(error))
-        self._baselines()
-        self._samples()
+        self._record_baselines()
+        self._record_samples()
 
-    def _baselines(self) -> None:
+    def _record_baselines(self) -> None:
         if self.recipe.evaluate.baselines:
             self.watch.stage("counting a unigram and a bigram model")
             losses = compute_baselines(
@@ -773,7 +773,7 @@ class _Loop:
             vocabulary = count_embedding_rows(self.session.data.tokenizer)
             self.writer.write_event(run_records.Baseline(vocabulary=vocabulary, **losses))
 
-    def _samples(self) -> None:
+    def _record_samples(self) -> None:
         if self.session.samples.prompts:
             self.recovery.snapshot()
             self.watch.stage("writing samples")

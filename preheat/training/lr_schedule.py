@@ -6,10 +6,10 @@ import math
 
 from preheat.recipe import Schedule
 
-__all__ = ["lr_factor"]
+__all__ = ["compute_lr_factor"]
 
 
-def lr_factor(schedule: Schedule, step: int, total: int | None) -> float:
+def compute_lr_factor(schedule: Schedule, step: int, total: int | None) -> float:
     """Returns the fraction of the peak learning rate after `step` updates of `total` steps (None: no known end).
 
     A step that is skipped because fp16 gradients overflow does not count: it is no update.

@@ -24,7 +24,7 @@ from preheat.recipe import Recipe
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["BACKEND", "Ranks", "rendezvous"]
+__all__ = ["BACKEND", "Ranks", "join_process_group"]
 
 BACKEND = "backend"
 """The store key under which rank 0 publishes the backend, if it is not gloo."""
@@ -183,7 +183,7 @@ class Ranks:
                 dist.destroy_process_group()
 
 
-def rendezvous(recipe: Recipe) -> Ranks:
+def join_process_group(recipe: Recipe) -> Ranks:
     """Connects to the processes that a launcher started; returns a single process if there was no launcher.
 
     Raises:
@@ -218,7 +218,7 @@ def rendezvous(recipe: Recipe) -> Ranks:
     # The store is held by torchrun's agent or by rank 0. Probe it first: torch reports an unreachable store with a long
     # C++ traceback.
     if (rank != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True") and address and port.isdecimal():
-        why = _unreachable(address, int(port), patience)
+        why = _describe_unreachable(address, int(port), patience)
         if why:
             raise RunError(lost.format(why))
     try:
@@ -230,7 +230,7 @@ def rendezvous(recipe: Recipe) -> Ranks:
     store.set_timeout(timedelta(seconds=recipe.parallel.timeout))
     try:
         # All keys of this start get a prefix, so that none of an earlier start is mistaken for one of these.
-        prefix = _roll_call(store, number, world, patience)
+        prefix = _agree_on_prefix(store, number, world, patience)
     except (dist.DistNetworkError, dist.DistStoreError) as error:  # the process that holds the store ended
         raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
     store = dist.PrefixStore(prefix, store)
@@ -238,7 +238,7 @@ def rendezvous(recipe: Recipe) -> Ranks:
     return Ranks(number, world, local, on_host or 1, store)
 
 
-def _unreachable(address: str, port: int, patience: float) -> str | None:
+def _describe_unreachable(address: str, port: int, patience: float) -> str | None:
     """Returns the reason why nothing answers at the address within `patience` seconds, or None if something does."""
     end = time.monotonic() + patience
     while True:
@@ -253,7 +253,7 @@ def _unreachable(address: str, port: int, patience: float) -> str | None:
             return None
 
 
-def _roll_call(store: Store, rank: int, world: int, patience: float) -> str:
+def _agree_on_prefix(store: Store, rank: int, world: int, patience: float) -> str:
     """Returns a store prefix unique to these processes: after a restart, the launcher's store still has old keys.
 
     Each rank publishes a unique ID. Rank 0 publishes the list of IDs and waits until all have confirmed it; the ID of a

@@ -12,14 +12,14 @@ from preheat.core import Device
 from preheat.core.run_records import Environment, MachineRecord
 from preheat.sanitize import mask_secrets
 
-__all__ = ["digest", "environment", "versions"]
+__all__ = ["compute_digest", "record_environment", "list_versions"]
 
 
-def digest(text: str) -> str:
+def compute_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Returns the versions that must be equal on all hosts for equal losses, and a digest of preheat's source."""
     import importlib.metadata as metadata
 
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def environment(device: Device, threads: int, processes: int, repeats: str) -> Environment:
+def record_environment(device: Device, threads: int, processes: int, repeats: str) -> Environment:
     """Returns the record of what this session runs on; see `Environment` for `repeats`."""
     import importlib.metadata as metadata
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.data.preparation import PreparedData
 
-__all__ = ["Looked", "compare", "early_stopping", "fingerprints", "resumed", "summary_of_finished"]
+__all__ = ["Looked", "compare", "early_stopping", "compute_fingerprints", "resume_build", "read_finished_summary"]
 
 Looked = tuple[Path | None, list[tuple[Path, str]]]
 """The newest intact checkpoint, and the damaged ones with the problem of each."""
@@ -43,7 +43,7 @@ _FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "tracking", "hardwa
 _NAMED = 6  # changed keys listed in an error message: an unrelated recipe differs in dozens
 
 
-def fingerprints(build: Build, data: PreparedData) -> dict[str, str]:
+def compute_fingerprints(build: Build, data: PreparedData) -> dict[str, str]:
     """Returns digests of the data, the model configuration and the initial weights."""
     # Digests of contents rather than names, because files may move between two sessions.
     settings = build.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
@@ -66,18 +66,20 @@ def compare(recipe: Recipe, before: str) -> bool:
     was_recipe = shorten_paths(anchor_paths(recipes.parse(before, where="recipe.yaml of the run")))
     recipe = shorten_paths(anchor_paths(recipe))
     # Compared apart: techniques that save memory may change, since they keep the losses up to rounding.
-    milder, milder_before = (_of_techniques(r, memory_saving=True) for r in (recipe, was_recipe))
+    milder, milder_before = (_select_techniques(r, memory_saving=True) for r in (recipe, was_recipe))
     # The number of devices and the parallel layout do not affect the losses.
     old, new = (
-        recipes.to_values(_of_techniques(to_single_device(r), memory_saving=False)) for r in (was_recipe, recipe)
+        recipes.to_values(_select_techniques(to_single_device(r), memory_saving=False)) for r in (was_recipe, recipe)
     )
     changed = [
-        key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)
+        key
+        for key in _flatten_leaves(old).keys() | _flatten_leaves(new).keys()
+        if _flatten_leaves(old).get(key) != _flatten_leaves(new).get(key)
     ]
     # A free section frees all its keys: `data.workers` alone, but everything below `evaluate`.
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
-        was, now = _leaves(old), _leaves(new)
+        was, now = _flatten_leaves(old), _flatten_leaves(new)
         changes = ", ".join(
             f"{key} (was {quote_value(was.get(key))}, is {quote_value(now.get(key))})" for key in changed[:_NAMED]
         )
@@ -89,7 +91,7 @@ def compare(recipe: Recipe, before: str) -> bool:
     return milder.techniques != milder_before.techniques
 
 
-def _of_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
+def _select_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
     chosen = {
         name: t
         for name, t in recipe.techniques.items()
@@ -98,16 +100,18 @@ def _of_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
     return replace(recipe, techniques=chosen)
 
 
-def _leaves(values: object, at: str = "") -> dict[str, object]:
+def _flatten_leaves(values: object, at: str = "") -> dict[str, object]:
     # An empty mapping is a leaf: adding the first key to it must count as a change.
     if isinstance(values, dict) and values:
         return {
-            k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()
+            k: v
+            for key, value in values.items()
+            for k, v in _flatten_leaves(value, f"{at}.{key}" if at else str(key)).items()
         }
     return {at: values}
 
 
-def resumed(
+def resume_build(
     build: Build,
     out: Path,
     fresh: checkpoint.Progress,
@@ -176,7 +180,7 @@ def resumed(
     return progress
 
 
-def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int | None) -> JsonObject | None:
+def read_finished_summary(run: Reader, looked: Looked, recipe: Recipe, total: int | None) -> JsonObject | None:
     """Returns the summary that `train` returns if the run has finished, or None if it has not.
 
     Args:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.run.writer import Writer
 
-__all__ = ["Samples", "questions"]
+__all__ = ["Samples", "read_questions"]
 
 
 class Samples:
@@ -56,7 +56,7 @@ class Samples:
                 f"sample.max_new_tokens: {recipe.sample.max_new_tokens} leave no room for a question "
                 f"in {positions} positions"
             )
-        pairs = questions(validation, recipe.sample.rows, tokenizer, room) if recipe.sample.rows else []
+        pairs = read_questions(validation, recipe.sample.rows, tokenizer, room) if recipe.sample.rows else []
         self.prompts: list[Prompt] = [*recipe.sample.prompts, *(question for question, _ in pairs)]
         self.expected = [*(None for _ in recipe.sample.prompts), *(answer for _, answer in pairs)]
         # The tokens are discarded: this only checks each prompt before training, rather than after hours of it.
@@ -87,7 +87,7 @@ class Samples:
         writer.write_json("samples.json", Reader(writer.path).samples())
 
 
-def questions(
+def read_questions(
     rows: Rows | None, count: int, tokenizer: PreTrainedTokenizerBase, room: int = 0
 ) -> list[tuple[Tokens, str]]:
     """Returns the questions of the first validation rows, formatted as in training, each with its reference answer.

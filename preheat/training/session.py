@@ -42,10 +42,10 @@ from preheat.run.reader import Reader
 from preheat.run.writer import Silent, Writer, check_folder
 from preheat.tracking import follower as tracking
 from preheat.training.observer import Watch
-from preheat.training.process_group import Ranks, rendezvous
-from preheat.training.provenance import digest, environment, versions
+from preheat.training.process_group import Ranks, join_process_group
+from preheat.training.provenance import compute_digest, list_versions, record_environment
 from preheat.training.recovery.fallback_log import apply_fallbacks
-from preheat.training.resume import Looked, compare, fingerprints, resumed, summary_of_finished
+from preheat.training.resume import Looked, compare, compute_fingerprints, read_finished_summary, resume_build
 from preheat.training.sample_generation import Samples
 
 if TYPE_CHECKING:
@@ -157,11 +157,13 @@ class Session:
                 self.watch.notice(change.what)
         # The progress of a new run; a checkpoint replaces it if its fingerprints agree.
         progress = checkpoint.Progress(
-            recipe=recipes.dump(self.effective), fingerprints=fingerprints(new_build, self.data), run=self.writer.id
+            recipe=recipes.dump(self.effective),
+            fingerprints=compute_fingerprints(new_build, self.data),
+            run=self.writer.id,
         )
         folder = self.writer.path
         if resume:
-            progress = resumed(new_build, folder, progress, self.scan, self.writer, self.watch, self.threads)
+            progress = resume_build(new_build, folder, progress, self.scan, self.writer, self.watch, self.threads)
         # Assigned only after loading succeeded: recovery and the failure handler look at `assembled`.
         self.build, self.progress, self.assembled = new_build, progress, True
         self.peak_lr = find_peak_learning_rate(new_build)
@@ -177,14 +179,14 @@ class Session:
         current, total = self.build, self.total
         # The slot takes the fraction of the run that is done, from 0 to 1; without a known end it is always 0.
         self.shape = lambda step: current.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
-        self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+        self.order = _choose_order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
         if self.build.hooks.dataset_passes:
             from preheat.data.loader import count_consumed_rows
 
             steps = range(self.progress.step, self.total or 0)
             left = sum(count_consumed_rows(self.shape(step), self.recipe.batch.seq_len) for step in steps)
             # A second iterator of the same order: the passes must not consume the one that training reads.
-            order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+            order = _choose_order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
             # A run that only time limits may read every row.
             remaining = itertools.islice(order, left) if self.total else range(count_rows(self.data) or 0)
             self.build.run_dataset_passes(self.data.train, remaining, self.watch.progress)
@@ -244,7 +246,7 @@ def open_session(
     """
     # 1. Find the other processes. The process group follows in `join`, after the slow work, so that no collective
     # waits.
-    ranks = rendezvous(recipe)
+    ranks = join_process_group(recipe)
     device, threads = resolve_device(recipe, ranks.on_host)
     ready: _Ready | None = None
     # 2. Rank 0 reads, benchmarks and plans; the others wait for its decisions and read the cached data afterwards.
@@ -273,7 +275,7 @@ def open_session(
         vocabulary = count_embedding_rows(data.tokenizer)
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
-    ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
+    ranks.require_equal({"recipe": compute_digest(recipes.dump(recipe)), "data": data.fingerprint, **list_versions()})
     # Modules that the first save imports: their memory counts as that of imports, not of the build.
     import numpy.ctypeslib  # noqa: F401
     import torch.distributed.checkpoint  # noqa: F401
@@ -319,7 +321,9 @@ def open_session(
         writer.write_json("plan.json", expected)
         writer.write_json(
             "environment.json",
-            environment(device, threads, ranks.world, describe_exactness(device.kind, recipe.hardware.deterministic)),
+            record_environment(
+                device, threads, ranks.world, describe_exactness(device.kind, recipe.hardware.deterministic)
+            ),
         )
         writer.write_text("recipe.yaml", recipes.dump(anchor_paths(recipe)))  # last: a folder with a recipe is a run
         step = session.progress.step
@@ -423,7 +427,9 @@ def _prepare(
     if run is not None:
         looked = checkpoint.find(out / "checkpoints", run=run.id)
         # Without epochs the number of steps is known before the data is read, so a finished run answers at once.
-        if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, count_steps(recipe, None))):
+        if not recipe.stop.epochs and (
+            summary := read_finished_summary(run, looked, recipe, count_steps(recipe, None))
+        ):
             return Finished(summary)
     if changed:
         watch.notice(
@@ -438,7 +444,7 @@ def _prepare(
         watch.notice(data.text())
     # Again for epochs, whose steps depend on the number of rows.
     total = count_steps(recipe, count_rows(data))
-    if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
+    if run is not None and looked is not None and (summary := read_finished_summary(run, looked, recipe, total)):
         return Finished(summary)
     if profile is not None and total is not None:
         before = checkpoint.read_progress(looked[0]).step if looked is not None and looked[0] is not None else 0
@@ -499,7 +505,7 @@ class _Measuring:
         self.watch.progress(what, done, 1.0)
 
 
-def _order(
+def _choose_order(
     current: Build, rows: Rows | StreamRows, committed: int, shape: Callable[[int], Shape], total: int | None
 ) -> Iterator[int]:
     """Returns the row order of the build's slot.
@@ -508,12 +514,16 @@ def _order(
     """
     from preheat.data.loader import count_consumed_rows
 
-    def samples(step: int) -> int:
+    def iterate_samples(step: int) -> int:
         return count_consumed_rows(shape(step), current.recipe.batch.seq_len)
 
     all_samples = None
     if total is not None:  # with a constant shape, one multiplication replaces the sum over all steps
-        all_samples = samples(0) * total if samples(0) == samples(total) else sum(map(samples, range(total)))
+        all_samples = (
+            iterate_samples(0) * total
+            if iterate_samples(0) == iterate_samples(total)
+            else sum(map(iterate_samples, range(total)))
+        )
     # Orders that depend on the whole run (a curriculum, for example) need the number of all its samples.
     return current.slot(Slot.SAMPLE_ORDER)(rows, current.recipe.seed, committed, all_samples)
 

@@ -17,14 +17,14 @@ from types import FrameType
 
 from preheat.hardware.interrupts import Interrupted, end_at_once, handled_signals
 
-__all__ = ["Signals", "under_agent"]
+__all__ = ["Signals", "is_under_agent"]
 
 _TWICE = 5.0
 """Seconds within which a repeated signal counts once under torchrun: a signal to the whole job arrives twice, directly
 and forwarded by torchrun."""
 
 
-def under_agent() -> bool:
+def is_under_agent() -> bool:
     """Returns True if torchrun or a job scheduler started this process and restarts it when it fails."""
     return "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -75,7 +75,7 @@ class Signals:
         name = signal.Signals(number).name
         if self.received == name:
             # A user who repeats the signal does not want to wait; a launcher that forwards it did not mean that.
-            if not (under_agent() and time.monotonic() - self._first < _TWICE):
+            if not (is_under_agent() and time.monotonic() - self._first < _TWICE):
                 end_at_once(number)
             return
         if self.received is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.training.launch import Job, written
+from preheat.training.launch import Job, render_job
 
 from ..conftest import tiny
 
@@ -103,7 +103,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_slurm_saves_before_its_time_is_over_and_goes_on_to_the_end(stage: Path) -> None:
     script = stage / "job.sbatch"
-    script.write_text(written(job(stage / "runs" / "r", time="1:00:00", port=29431), "slurm"))
+    script.write_text(render_job(job(stage / "runs" / "r", time="1:00:00", port=29431), "slurm"))
     environment = {**os.environ, "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost"}
     ranks = [stage / "runs" / f"rank-{n}" for n in range(2)]
 
@@ -125,7 +125,7 @@ def test_slurm_saves_before_its_time_is_over_and_goes_on_to_the_end(stage: Path)
 def test_slurm_does_not_meet_the_same_fault_for_ever(stage: Path) -> None:
     (stage / "bin" / "python").write_text("#!/bin/bash\nexit 3\n")
     script = stage / "job.sbatch"
-    script.write_text(written(job(stage / "runs" / "r", restarts=0, port=29432), "slurm"))
+    script.write_text(render_job(job(stage / "runs" / "r", restarts=0, port=29432), "slurm"))
     environment = {**os.environ, "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost"}
     code, said = Started(["bash", str(script)], environment).end()
     assert code == 3
@@ -137,7 +137,7 @@ def test_ray_runs_the_entry_on_two_workers(stage: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed here (pip install 'ray[train]')")
     (stage / "runs" / "r" / "checkpoints" / "step-1").mkdir(parents=True)  # goes on, and finishes
     script = stage / "entry.py"
-    script.write_text(written(replace(job(stage / "runs" / "r", port=29435), cpus_per_node=1), "ray"))
+    script.write_text(render_job(replace(job(stage / "runs" / "r", port=29435), cpus_per_node=1), "ray"))
     code, said = Started([sys.executable, str(script)], {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}).end(200)
     assert code == 0, said
     assert (stage / "runs" / "rank-1").read_text() == "2 1 1 a b\n"

@@ -85,7 +85,9 @@ class InThisProcess:
 
         out, error = io.StringIO(), io.StringIO()
         # A run's curves take a third of a second to draw; runs in processes of their own and the unit tests draw them.
-        drawn = mock.patch("preheat.report.svg.drawn", return_value="") if arguments[0] == "train" else nullcontext()
+        drawn = (
+            mock.patch("preheat.report.svg.render_plot", return_value="") if arguments[0] == "train" else nullcontext()
+        )
         with (
             drawn,
             chdir(self.folder),

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from preheat.bench.compare import verdicts
+from preheat.bench.compare import judge_techniques
 from preheat.bench.messages import TurnJob
 from preheat.bench.worker import take_steps
 from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow
 from preheat.recipe import dump, load, override
-from preheat.report.bench_page import _waterfalls
+from preheat.report.bench_page import _render_waterfalls
 
 from .conftest import Command
 
@@ -39,7 +39,7 @@ def row(name: str, speeds: list[float], peak: float) -> MeasuredRow:
 
 
 def said(rows: list[MeasuredRow | FailedRow], *names: str) -> dict[str, str]:
-    return {v.technique: v.message for v in verdicts(rows, names, 16.0)}
+    return {v.technique: v.message for v in judge_techniques(rows, names, 16.0)}
 
 
 def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
@@ -79,7 +79,7 @@ def test_there_is_no_verdict_on_speed_without_repeats_or_where_intervals_overlap
         row("without idle", [100.0, 125.0, 200.0], 4.0),
         row("without x", [1.0], 4.0),
     ]
-    (verdict, _) = verdicts(noisy, ["idle", "x"], 16.0)
+    (verdict, _) = judge_techniques(noisy, ["idle", "x"], 16.0)
     assert verdict.within_noise is True
     assert "no difference in speed seen" in verdict.message
 
@@ -91,8 +91,8 @@ def test_a_difference_that_cannot_be_measured_is_drawn_as_none() -> None:
         row("without idle", [201.0] * 2, 0.3 + 1.5e-5),
         row("without large", [101.0] * 2, 0.5),
     ]
-    judged = tuple(verdicts(rows, ["idle", "large"], 16.0))
-    page = _waterfalls(BenchResult("n", Machine("m", "cpu", 1, "2"), 3, 2, 16.0, tuple(rows), judged, {}))
+    judged = tuple(judge_techniques(rows, ["idle", "large"], 16.0))
+    page = _render_waterfalls(BenchResult("n", Machine("m", "cpu", 1, "2"), 3, 2, 16.0, tuple(rows), judged, {}))
     assert "Peak memory in MiB: from 512 plain to 307 with all; idle no difference seen, large \u2212205" in page
     assert "idle no difference seen, large +0.099" in page
     assert "overlap no difference seen" in page

@@ -63,9 +63,9 @@ def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:
         assert words in card, words
     said, _ = preheat.here("export", f"{run}/checkpoints/step-6", "--to", "gguf", "--dtype", "f32", "--out", "whole")
     assert "read back by transformers" in said
-    assert ("run by llama.cpp (" in said) == llama_cpp.installed()
+    assert ("run by llama.cpp (" in said) == llama_cpp.is_installed()
     alone = "alone: llama.cpp did not run the file, since its wheel is not installed here (pip install 'preheat[llama-cpp]')"
-    assert (alone in said) != llama_cpp.installed()
+    assert (alone in said) != llama_cpp.is_installed()
     assert "perplexity" in said
     assert "from the run `small`" in (preheat.folder / "whole/README.md").read_text()
 

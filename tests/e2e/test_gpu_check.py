@@ -115,9 +115,9 @@ def test_results_are_ordered_by_age_and_code(gpu: Any) -> None:
         row("ok", "ok", 5), row("ok", "left out", 6), row("old", "ok", 1), row("changed", "ok", 4, code="before"),
         row("unreached", "left out", 2), row("cut off twice", "cut off", 2), row("cut off twice", "cut off", 3),
     ]  # fmt: skip
-    ordered = [each.name for each in records.in_order(cases, earlier, "now")]
+    ordered = [each.name for each in records.order_cases(cases, earlier, "now")]
     assert ordered == ["unreached", "new", "cut off twice", "changed", "old", "ok"]
-    assert records.newest(earlier)["ok"]["result"] == "ok", "it was only not reached the last time"
+    assert records.find_newest(earlier)["ok"]["result"] == "ok", "it was only not reached the last time"
 
 
 def test_a_process_that_does_not_start_takes_no_more_than_the_budget(tmp_path: Path) -> None:
@@ -147,11 +147,11 @@ def _figures(**off: float) -> dict[str, float]:
 
 def test_plans_that_are_far_off_are_wrong(gpu: Any) -> None:
     memory = gpu("memory")
-    assert memory.within_bounds(_figures()) == _figures()
+    assert memory.check_bounds(_figures()) == _figures()
     for key, value in {"allocated off": -0.06, "reserved off": 0.2, "memory off": 0.2, "speed off": 5.5}.items():
         for figure in (value, float("nan")):
             with pytest.raises(gpu("case").Wrong, match=key):
-                memory.within_bounds(_figures(**{key: figure}))
+                memory.check_bounds(_figures(**{key: figure}))
 
 
 def test_a_rung_that_trains_otherwise_is_wrong(gpu: Any, tmp_path: Path) -> None:
@@ -291,9 +291,9 @@ def test_out_of_memory_needs_a_limit_and_its_error(
     (tmp_path / f"short-{phase}" / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     if fault:
         with pytest.raises(case.Wrong, match=fault):
-            correct._short(phase, where)
+            correct._check_short_memory(phase, where)
     else:
-        assert correct._short(phase, where)["exit code"] == code
+        assert correct._check_short_memory(phase, where)["exit code"] == code
 
 
 def test_the_phases_that_are_limited_exist(gpu: Any) -> None:
@@ -383,9 +383,9 @@ def test_a_signal_ends_all_processes(tmp_path: Path) -> None:
     """Those that a case has started too; and a `kill -9`, after which nothing can clean up."""
     (tmp_path / "mine.py").write_text(
         "import subprocess, sys, time\nfrom pathlib import Path\nfrom _gpu.case import Case\n"
-        "from preheat.hardware.child_processes import tethered\n"
+        "from preheat.hardware.child_processes import wrap_in_parent_death\n"
         "def hang(where):\n"
-        "    child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
+        "    child = subprocess.Popen(wrap_in_parent_death([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
         "    Path('children').write_text(f'{__import__(\"os\").getpid()} {child.pid}')\n"
         "    time.sleep(600)\n"
         "def cases(where): return [Case('first', lambda where: {}), Case('hang', hang, seconds=600)]\n"

@@ -206,12 +206,14 @@ def test_time_is_that_of_the_mean_length_and_of_the_trainers_operators(monkeypat
 
     said = {"method": "lora", "lora_rank": 8, "activation_checkpointing": "full", "seq_len": 768}
     padded = row("any", **said, source_repo="huggingface/peft", notes="variable lengths (cap 768)")
-    recipe = published_rows.recipe_of(padded)
-    timed = published_rows.as_timed(padded, recipe)
+    recipe = published_rows.build_recipe(padded)
+    timed = published_rows.add_time_settings(padded, recipe)
     assert (recipe.batch.seq_len, timed.batch.seq_len) == (768, 216)
     assert recipe.techniques.keys() - timed.techniques.keys() == {"fused_operators"}
     compiled = row("any", **said, compile="yes")
-    assert published_rows.as_timed(compiled, published_rows.recipe_of(compiled)) == published_rows.recipe_of(compiled)
+    assert published_rows.add_time_settings(
+        compiled, published_rows.build_recipe(compiled)
+    ) == published_rows.build_recipe(compiled)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def test_the_trainer_of_a_row(said: dict[str, Any], name: str, monkeypatch: pyte
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import trainers
 
-    assert trainers.trainer_of(row("any", **said)).name == name
+    assert trainers.find_trainer(row("any", **said)).name == name
     assert all(trainer.sources for *_, trainer in trainers.RAN)
 
 
@@ -243,7 +245,7 @@ def test_deepspeeds_gradients_stand_in_bf16_beside_their_sums(monkeypatch: pytes
     plan, recipe = plan_of(values_of(4.0, 8.0, memory=memory)), SimpleNamespace(techniques={"pipeline_parallel": None})
     for precision, source, gib in (("bf16", "bigscience", 3.0), ("fp16", "bigscience", 0.0), ("bf16", "other", 0.0)):
         said = row("any", precision=precision, source_repo=f"bigscience-workshop/{source}", gpu="A100-80GB")
-        assert published.half_gradients(said, plan, recipe) == gib
+        assert published.estimate_half_gradients(said, plan, recipe) == gib
 
 
 def test_a_guess_has_a_wider_interval(answers: dict[str, dict[str, str]]) -> None:

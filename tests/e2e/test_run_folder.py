@@ -29,7 +29,7 @@ from preheat.report import write as write_report
 from preheat.run.layout import MARK, claim_folder
 from preheat.run.reader import Reader
 from preheat.run.writer import Writer
-from preheat.training.recovery.fallback_log import effective, oom_records
+from preheat.training.recovery.fallback_log import effective, find_oom_records
 from preheat.training.recovery.oom_report import diagnose
 
 from ..conftest import within
@@ -427,7 +427,7 @@ def resumes(run: Path) -> None:
     recipe = recipes.parse(reader.recipe_text)
     found, _ = checkpoint.find(run / "checkpoints", run=reader.id)
     effective(recipe, reader.events(), 6)
-    oom_records(run)
+    find_oom_records(run)
     reader.find_damage()
     if found is not None:
         checkpoint.read_progress(found)

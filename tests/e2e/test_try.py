@@ -99,7 +99,7 @@ def test_a_run_goes_on_after_an_overflow_and_trains_as_a_plain_loop_does(
     from preheat.engine.step import forward
     from preheat.ops.optim.optimizers import group_by_decay
     from preheat.training import loop
-    from preheat.training.lr_schedule import lr_factor
+    from preheat.training.lr_schedule import compute_lr_factor
 
     read: list[list[Batch]] = []
     real = loop.accumulate_gradients
@@ -116,7 +116,7 @@ def test_a_run_goes_on_after_an_overflow_and_trains_as_a_plain_loop_does(
         group_by_decay(model.named_parameters(), decay), lr=0.01, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=1e9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: lr_factor(recipe.schedule, n, 24))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: compute_lr_factor(recipe.schedule, n, 24))
     rates, means = [], []
     for batches in read:
         with torch.autocast("cpu", dtype=torch.float16):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from preheat.cli.views.output import console
+from preheat.cli.views.output import build_console
 from preheat.recipe import Sample, field_docs
 from preheat.recipe.consistency import sample_problems
 
@@ -30,7 +30,7 @@ __all__ = [
     "Watched",
     "choose_template",
     "note",
-    "sampling",
+    "build_sampling",
 ]
 
 # The same texts as in the recipe's section `sample`.
@@ -63,7 +63,7 @@ ChatTemplate = Annotated[
 ]
 
 
-def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
+def build_sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     """Returns the sampling settings of the command line.
 
     Args:
@@ -149,11 +149,11 @@ class Watched:
         }
 
     def summary(self) -> str:
-        from preheat.cli.views.console import rate
+        from preheat.cli.views.console import format_rate
         from preheat.hardware.gpu_memory import read_memory_peak
         from preheat.sanitize import format_memory
 
-        speed, peak = rate(self.tokens / self.seconds), read_memory_peak(self.kind).total / 2**30
+        speed, peak = format_rate(self.tokens / self.seconds), read_memory_peak(self.kind).total / 2**30
         return (
             f"{self.tokens:,} tokens in {self.seconds:.2f} s, {speed} tokens/s, "
             f"peak memory {format_memory(peak)}{', compiled for single tokens' if self.compiled else ''}"
@@ -162,4 +162,4 @@ class Watched:
 
 def note(text: str) -> None:
     """Prints a dim line on standard error, apart from the generated text."""
-    console(error=True).print(text, style="dim", soft_wrap=True)
+    build_console(error=True).print(text, style="dim", soft_wrap=True)

@@ -12,7 +12,7 @@ import typer
 
 from preheat import remote_code
 
-__all__ = ["opens_models"]
+__all__ = ["add_trust_option"]
 
 _Option = Annotated[
     bool,
@@ -27,7 +27,7 @@ _Option = Annotated[
 _NAME = "trust_remote_code"
 
 
-def opens_models(function: Callable[..., Any]) -> Callable[..., Any]:
+def add_trust_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds `--trust-remote-code` to a command; it applies to the whole call and to the processes that it starts."""
 
     @functools.wraps(function)

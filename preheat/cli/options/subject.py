@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from preheat.cli.options.plan_options import PlanOptions
     from preheat.core.json_types import JsonObject
 
-__all__ = ["METHODS", "Subject", "devices_of", "subject_of"]
+__all__ = ["METHODS", "Subject", "count_devices", "find_subject"]
 
 METHODS: Mapping[str, JsonObject] = {
     "full": {},
@@ -51,7 +51,7 @@ class Subject:
     absent: str | None = None
 
 
-def subject_of(
+def find_subject(
     what: str | None,
     overrides: Sequence[str] = (),
     *,
@@ -73,20 +73,20 @@ def subject_of(
     Raises:
         RecipeError: `what` is unknown, or the numbers contradict each other.
     """
-    batch = _batch(length, batch_tokens)
+    batch = _build_batch(length, batch_tokens)
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
         # The last override is `parallel.devices`, which a recipe keeps unless the user asks for more than one device.
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
-        return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
+        return _load_user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     # A model instead of a recipe: invent the rest of a recipe around it.
-    model, positions, checkpoint = _model(what)
+    model, positions, checkpoint = _find_model(what)
     # Rows are no longer than the model's context: the explicit keys of `batch` override that.
     batch = {"seq_len": min(length or _LENGTH, positions or _LENGTH), **batch}
     # Rounded up to a multiple of the devices, because each data-parallel rank takes equally many rows.
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
     values = {
-        "name": _name(what or "model"),
+        "name": _choose_name(what or "model"),
         "model": model,
         "batch": batch,
         "stop": {"epochs": 1},
@@ -97,7 +97,7 @@ def subject_of(
     return Subject(_check_batch_tokens(named, batch_tokens), False, checkpoint)
 
 
-def devices_of(options: PlanOptions, subject: Subject) -> tuple[int, int]:
+def count_devices(options: PlanOptions, subject: Subject) -> tuple[int, int]:
     """Returns the number of devices of a plan, and of one host.
 
     Raises:
@@ -118,7 +118,7 @@ def devices_of(options: PlanOptions, subject: Subject) -> tuple[int, int]:
     return devices, per_host
 
 
-def _user_recipe(recipe: Recipe) -> Subject:
+def _load_user_recipe(recipe: Recipe) -> Subject:
     model = recipe.model
     known = presets.find(model.preset) if model.preset else None
     # Only the preset's own checkpoint may be missing: the preset describes the same architecture.
@@ -143,7 +143,7 @@ def _is_recipe(what: str) -> bool:
     return what in recipes.built_in() or file.suffix in (".yaml", ".yml")
 
 
-def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
+def _find_model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
     """Returns the keys of `model`, the model's context length if known, and its checkpoint on the hub."""
     if what is None:
         return {}, None, None
@@ -156,7 +156,7 @@ def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
             raise RecipeError(
                 f"{what}: is a folder without a config.json; name a Hugging Face model's folder, or a recipe file"
             )
-        return {"path": str(file)}, _positions(file / "config.json"), None
+        return {"path": str(file)}, _find_positions(file / "config.json"), None
     if re.fullmatch(r"\d+(\.\d+)?[KMB]", what):
         return {"size": what}, None, None
     try:
@@ -165,11 +165,11 @@ def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
         # The configuration alone: a plan downloads no weights.
         if (folder := find_hub_folder(what)) is None:
             raise
-        return {"path": str(folder)}, _positions(folder / "config.json"), what
+        return {"path": str(folder)}, _find_positions(folder / "config.json"), what
     return {"preset": name}, presets.find(name).text.get("max_position_embeddings"), checkpoint
 
 
-def _positions(config: Path) -> int | None:
+def _find_positions(config: Path) -> int | None:
     values = read_object(config, "model.path")
     # Models that read images keep the context length of their language model one level down.
     text = values.get("text_config")
@@ -177,7 +177,7 @@ def _positions(config: Path) -> int | None:
     return positions if isinstance(positions, int) else None
 
 
-def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
+def _build_batch(length: int | None, tokens: int | None) -> dict[str, int]:
     batch = {} if length is None else {"seq_len": length}
     if tokens is None:
         return batch
@@ -196,5 +196,5 @@ def _check_batch_tokens(recipe: Recipe, tokens: int | None) -> Recipe:
     return recipe
 
 
-def _name(what: str) -> str:
+def _choose_name(what: str) -> str:
     return re.sub(r"[^\w.-]+", "-", Path(what).name) or "model"

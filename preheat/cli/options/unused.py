@@ -84,7 +84,7 @@ _SIZE = ("name", "model.", "model", "batch.seq_len", "data.vocab_size")
 _OF_DATA = ("name", "seed", "model.", "data.", "batch.seq_len", "techniques.")
 
 
-def _names(options: type) -> set[str]:
+def _collect_names(options: type) -> set[str]:
     return {field.name for field in fields(options)}
 
 
@@ -92,7 +92,7 @@ SERVING = Mode(
     lambda p: p["inference"],
     (),
     "--inference plans serving, not training",
-    read={"inference", *_names(PlanOptions)},
+    read={"inference", *_collect_names(PlanOptions)},
     keys=(*_SIZE, *_OF_THIS_MACHINE, "hardware.memory"),
 )
 FOR_ANOTHER_DEVICE = Mode(
@@ -133,13 +133,13 @@ MODES: Mapping[str, Sequence[Mode]] = {
             lambda p: p["inference"],
             (),
             "--inference measures generation, and this is for recipes",
-            read={"inference", *_names(InferenceBenchOptions)},
+            read={"inference", *_collect_names(InferenceBenchOptions)},
         ),
         Mode(
             lambda p: not p["inference"],
             (),
             "techniques are compared in training; add --inference to measure generation",
-            read=_names(TechniqueBenchOptions),
+            read=_collect_names(TechniqueBenchOptions),
         ),
         Mode(
             lambda p: not p["inference"],
@@ -157,7 +157,7 @@ MODES: Mapping[str, Sequence[Mode]] = {
             "no text is named, and it is for texts; add --data, or use --limit for tasks",
         ),
         Mode(
-            lambda p: not any(_takes_base(Path(m)) for m in p["model"]),
+            lambda p: not any(_has_base(Path(m)) for m in p["model"]),
             ("base",),
             "it is for adapters, and none is named",
         ),
@@ -166,14 +166,14 @@ MODES: Mapping[str, Sequence[Mode]] = {
     "generate": (
         Mode(lambda p: p["chat"] is False, ("template",), "it is for chats, and --no-chat turns them off"),
         Mode(
-            lambda p: not p["temperature"] and not _sets(p, "temperature"),
+            lambda p: not p["temperature"] and not _is_set(p, "temperature"),
             ("seed",),
             "temperature 0 does not sample; set a temperature, e.g. 0.8",
         ),
     ),
     "chat": (
         Mode(
-            lambda p: not p["temperature"] and not _sets(p, "temperature"),
+            lambda p: not p["temperature"] and not _is_set(p, "temperature"),
             ("seed",),
             "temperature 0 does not sample; set a temperature, e.g. 0.8",
         ),
@@ -195,25 +195,25 @@ MODES: Mapping[str, Sequence[Mode]] = {
     ),
     "try": (
         Mode(
-            lambda p: not _tries(p, "gradient_accumulation", "integration"),
+            lambda p: not _is_search(p, "gradient_accumulation", "integration"),
             ("accumulation_steps",),
             "it is for gradient_accumulation and integration",
         ),
         Mode(
-            lambda p: not _tries(p, "mixed_precision", "integration"),
+            lambda p: not _is_search(p, "mixed_precision", "integration"),
             ("precision",),
             "it is for mixed_precision and integration",
         ),
-        Mode(lambda p: not _tries(p, "zero"), ("zero_stage", "cpu_offload"), "it is for zero"),
+        Mode(lambda p: not _is_search(p, "zero"), ("zero_stage", "cpu_offload"), "it is for zero"),
     ),
 }
 
 
-def _sets(parameters: JsonObject, key: str) -> bool:
+def _is_set(parameters: JsonObject, key: str) -> bool:
     return any(item.partition("=")[0].strip() == f"sample.{key}" for item in parameters["set"] or ())
 
 
-def _tries(parameters: JsonObject, *techniques: str) -> bool:
+def _is_search(parameters: JsonObject, *techniques: str) -> bool:
     return parameters["benchmark"] or parameters["technique"].replace("-", "_") in techniques
 
 
@@ -223,7 +223,7 @@ def _has_text(parameters: JsonObject) -> bool:
 
 
 # A path that does not exist counts too: another check reports it better.
-def _takes_base(model: Path) -> bool:
+def _has_base(model: Path) -> bool:
     return any((model / name).is_file() for name in ("adapter_config.json", "recipe.yaml")) or not model.is_dir()
 
 

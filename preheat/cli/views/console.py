@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from preheat.cli.views.output import bar, console, say
+from preheat.cli.views.output import build_console, build_progress_bar, say
 from preheat.cli.views.plan_answer import Answer
-from preheat.cli.views.units import duration, gflops, rate
+from preheat.cli.views.units import format_duration, format_gflops, format_rate
 from preheat.core.plan import Plan
 from preheat.files import to_json
 from preheat.sanitize import format_memory
@@ -32,12 +32,12 @@ __all__ = [
     "Live",
     "RecipeArgument",
     "Set",
-    "console",
-    "duration",
+    "build_console",
+    "format_duration",
     "emit",
-    "gflops",
-    "picture",
-    "rate",
+    "format_gflops",
+    "build_answer",
+    "format_rate",
 ]
 
 RecipeArgument = Annotated[
@@ -72,7 +72,7 @@ def emit(value: object) -> None:
     say(to_json(value))
 
 
-def experts(metrics: Mapping[str, Any]) -> str:
+def format_expert_load(metrics: Mapping[str, Any]) -> str:
     """Returns the load balance of a step's experts as a short text.
 
     Example:
@@ -83,7 +83,7 @@ def experts(metrics: Mapping[str, Any]) -> str:
     return f"busiest expert x{metrics['expert_load']:.1f}{idle}"
 
 
-def picture(plan: Plan, name: str) -> Answer:
+def build_answer(plan: Plan, name: str) -> Answer:
     """Returns a plan as a rich renderable of one screen: verdict, memory by category, speed and time."""
     return Answer(plan, name)
 
@@ -107,7 +107,7 @@ class Live(Alarms):
         from rich.progress import BarColumn
 
         self.screen, self.name, self._planned = screen, name, planned
-        self._bar = bar(
+        self._bar = build_progress_bar(
             screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False
         )
         self._task: TaskID | None = None
@@ -145,7 +145,7 @@ class Live(Alarms):
 
     def planned(self, plan: Plan) -> None:
         if not self._planned:
-            self.screen.print(picture(plan, self.name))
+            self.screen.print(build_answer(plan, self.name))
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
         # The first step of a process takes several times as long as any other, so that it says nothing about them.
@@ -163,13 +163,13 @@ class Live(Alarms):
         if self._recent:
             seconds = sum(recent[0] for recent in self._recent)
             tokens, mfu = (sum(recent[0] * recent[value] for recent in self._recent) / seconds for value in (1, 2))
-            speed = f"{rate(tokens)} tok/s  MFU {mfu:.0%}"
+            speed = f"{format_rate(tokens)} tok/s  MFU {mfu:.0%}"
             left = (total - step) * seconds / len(self._recent) if total else None
         line = (
             f"step {step:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
             f"{speed}  {format_memory(metrics['memory'] / 2**30)}"
-            + (f"  {experts(metrics)}" if "expert_load" in metrics else "")
-            + (f"  {duration(left)} left" if left is not None else "")
+            + (f"  {format_expert_load(metrics)}" if "expert_load" in metrics else "")
+            + (f"  {format_duration(left)} left" if left is not None else "")
         )
         if self.screen.is_terminal:
             assert self._task is not None, "a stage has begun"

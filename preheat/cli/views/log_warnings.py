@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from preheat.cli.views.output import say
 
-__all__ = ["warnings_shown"]
+__all__ = ["show_warnings"]
 
 
 class _Lines(logging.Handler):
@@ -27,7 +27,7 @@ class _Lines(logging.Handler):
 
 
 @contextlib.contextmanager
-def warnings_shown() -> Iterator[None]:
+def show_warnings() -> Iterator[None]:
     """Context manager that prints the library's logged warnings."""
     log, lines = logging.getLogger("preheat"), _Lines()
     before = log.propagate

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from preheat.cli.options.subject import Subject
     from preheat.core.plan import Plan
 
-__all__ = ["assumed_settings", "next_command", "what_would_fit"]
+__all__ = ["list_assumed_settings", "build_next_command", "build_smaller_command"]
 
 
-def assumed_settings(subject: Subject, result: Plan, again: Sequence[str], *, per_host: int) -> list[str]:
+def list_assumed_settings(subject: Subject, result: Plan, again: Sequence[str], *, per_host: int) -> list[str]:
     """Returns the settings of a model's plan that the command does not state, with the options that do."""
     from preheat.planning.plan_request import lacks_tokenizer
 
@@ -43,7 +43,7 @@ def assumed_settings(subject: Subject, result: Plan, again: Sequence[str], *, pe
     ]
 
 
-def next_command(
+def build_next_command(
     result: Plan, subject: Subject, options: TrainingPlanOptions, again: Sequence[str], *, per_host: int
 ) -> list[str]:
     """Returns the command to type after this plan; empty if there is none.
@@ -56,7 +56,7 @@ def next_command(
 
     out, devices, searched = options.out, result.devices, bool(result.searched.candidates)
     if not result.fits or (searched and result.verdict is Verdict.UNSAFE):
-        return what_would_fit(result, again, searched=searched)
+        return build_smaller_command(result, again, searched=searched)
     if out is None and (searched or options.what is None):
         return [*again, "--out", "recipe.yaml"]
     recipe = str(out) if out is not None else str(options.what)
@@ -64,7 +64,7 @@ def next_command(
     settings = [] if out is not None else [part for item in options.set for part in ("--set", item)]
     if out is not None and not subject.from_user and subject.recipe.data.source == Data().source:
         settings += ["--set", "data.source=DATA.jsonl"]
-    gpu = _value(again, "--gpu")
+    gpu = _find_option_value(again, "--gpu")
     if devices > 1 and gpu is not None:
         hosts = max(options.nodes, math.ceil(devices / per_host))
         return [
@@ -76,10 +76,10 @@ def next_command(
     return ["preheat", "train", recipe, *settings, *last]
 
 
-def what_would_fit(result: Plan, again: Sequence[str], *, searched: bool) -> list[str]:
+def build_smaller_command(result: Plan, again: Sequence[str], *, searched: bool) -> list[str]:
     """Returns the command that plans the smallest change that may fit."""
 
-    def having(*options: str) -> list[str]:
+    def append_option(*options: str) -> list[str]:
         arguments = list(again)
         for option, value in zip(options[::2], options[1::2], strict=True):
             if option in arguments and option != "--set":
@@ -89,21 +89,21 @@ def what_would_fit(result: Plan, again: Sequence[str], *, searched: bool) -> lis
         return arguments
 
     if instead := [a.options for a in result.alternatives if a.options]:
-        return having(*instead[0])
+        return append_option(*instead[0])
     if result.searched.interrupted:
         return list(again)
     if not searched:
-        return having("--aim", "fastest")
+        return append_option("--aim", "fastest")
     # The numerics first: they cost no hardware.
-    if _value(again, "--allow") != "different":
-        return having("--allow", "different")
-    if _value(again, "--gpu") is None:
+    if _find_option_value(again, "--allow") != "different":
+        return append_option("--allow", "different")
+    if _find_option_value(again, "--gpu") is None:
         return []
-    if nodes := _value(again, "--nodes"):
-        return having("--nodes", str(2 * int(nodes)))
-    return having("--count", str(2 * result.devices))
+    if nodes := _find_option_value(again, "--nodes"):
+        return append_option("--nodes", str(2 * int(nodes)))
+    return append_option("--count", str(2 * result.devices))
 
 
-def _value(command: Sequence[str], option: str) -> str | None:
+def _find_option_value(command: Sequence[str], option: str) -> str | None:
     """Returns the value of an option of a command; None if it was not typed."""
     return command[command.index(option) + 1] if option in command else None

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
     class PlainConsole(Console):
-        """The class that `_class` creates."""
+        """The class that `_build_console_class` creates."""
 
         def note(self, text: str) -> None:
             """Prints a yellow "note:" before the text."""
 
 
-__all__ = ["bar", "console", "passing", "say", "write_text"]
+__all__ = ["build_progress_bar", "build_console", "print_progress", "say", "write_text"]
 
 
 def say(text: object = "", *, end: str = "\n", error: bool = False) -> None:
@@ -38,7 +38,7 @@ def write_text(text: str, end: str = "") -> None:
     print(escape_control_characters(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-def passing(text: str = "") -> None:
+def print_progress(text: str = "") -> None:
     """Prints a line of progress on standard error.
 
     On a terminal each line replaces the last one, and an empty text clears it.
@@ -52,13 +52,13 @@ def passing(text: str = "") -> None:
         say(text, error=True)
 
 
-def console(*, error: bool = False, quiet: bool = False) -> PlainConsole:
+def build_console(*, error: bool = False, quiet: bool = False) -> PlainConsole:
     """Returns a rich console without markup, emoji codes or highlighting; styled text is a `rich.text.Text`."""
     # rich looks up the standard streams when it prints, so a new console per call is cheap and follows redirections.
-    return _class()(stderr=error, quiet=quiet, markup=False, emoji=False, highlight=False)
+    return _build_console_class()(stderr=error, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
-def bar(screen: Console, *columns: str | ProgressColumn, **options: Any) -> Progress:
+def build_progress_bar(screen: Console, *columns: str | ProgressColumn, **options: Any) -> Progress:
     """Returns a progress display; a text column is a template such as "{task.description}", filled without markup."""
     from rich.progress import Progress, TextColumn
 
@@ -72,7 +72,7 @@ def bar(screen: Console, *columns: str | ProgressColumn, **options: Any) -> Prog
 
 
 @cache
-def _class() -> type[PlainConsole]:
+def _build_console_class() -> type[PlainConsole]:
     """Returns the console class; created on first use, since importing rich takes a tenth of a second."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -83,11 +83,11 @@ def _class() -> type[PlainConsole]:
         """A status without markup: rich parses its text as markup even if the console does not."""
 
         def update(self, status: RenderableType | None = None, **options: Any) -> None:
-            super().update(_plain(status), **options)
+            super().update(_strip_styles(status), **options)
 
     class PlainConsole(Console):
         def status(self, status: RenderableType, **options: Any) -> Status:  # type: ignore[override]
-            return PlainStatus(_plain(status) or "", console=self, **options)
+            return PlainStatus(_strip_styles(status) or "", console=self, **options)
 
         def note(self, text: str) -> None:
             self.print(Text.assemble(("note:", "yellow"), f" {text}"), soft_wrap=True)
@@ -101,7 +101,7 @@ def _class() -> type[PlainConsole]:
                 # rich's own cursor movements stay; text within tables and progress bars is escaped too.
                 yield segment if segment.control else segment._replace(text=escape_control_characters(segment.text))
 
-    def _plain(status: RenderableType | None) -> RenderableType | None:
+    def _strip_styles(status: RenderableType | None) -> RenderableType | None:
         return Text(escape_control_characters(status)) if isinstance(status, str) else status
 
     return PlainConsole  # type: ignore[return-value]  # declared above for type checkers

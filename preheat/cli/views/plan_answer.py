@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from preheat.cli.views.units import duration, gflops, rate
+from preheat.cli.views.units import format_duration, format_gflops, format_rate
 from preheat.core.mesh import DATA, Axis, sizes_of
 from preheat.core.plan import Alternative, Cost, Energy, Plan, SpeedNow, Verdict
 from preheat.sanitize import escape_control_characters, format_memory, format_percent, format_three_digits, shorten
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from preheat.core import Recipe, Technique
     from preheat.report.plan_page import PlanTexts
 
-__all__ = ["LINES", "WIDTH", "Answer", "command_lines", "describe", "page_texts", "quantity", "recipe_of"]
+__all__ = ["LINES", "WIDTH", "Answer", "wrap_command", "describe", "build_page_texts", "format_count", "resolve_recipe"]
 
 LINES, WIDTH = 24, 80
 _LABEL = 10  # columns of a line's label
@@ -89,12 +89,12 @@ class Answer:
 
     def lines(self, width: int = WIDTH) -> list[tuple[str, str]]:
         """Returns (line, style) of each line."""
-        recipe = recipe_of(self.plan) if self.plan.recipe else None
-        entries, head = self._entries(recipe), self._head(recipe, width)
-        bars = _bars(self.plan, width)
+        recipe = resolve_recipe(self.plan) if self.plan.recipe else None
+        entries, head = self._build_entries(recipe), self._build_head(recipe, width)
+        bars = _draw_bars(self.plan, width)
         room = LINES - self.below - len(head)
         if len(bars) + sum(len(e.lines(width)) for e in entries if e.order < _FIRST) > room:
-            bars = _bars(self.plan, width, _TIGHT)
+            bars = _draw_bars(self.plan, width, _TIGHT)
         while len(bars) + sum(len(e.lines(width)) for e in entries) > room:
             loose = [n for n, e in enumerate(entries) if e.order]
             if not loose:
@@ -111,13 +111,13 @@ class Answer:
         body = [(line, e.style) for e in entries for line in e.lines(width)]
         return [*head, *bars, *body]
 
-    def _head(self, recipe: Recipe | None, width: int) -> list[tuple[str, str]]:
+    def _build_head(self, recipe: Recipe | None, width: int) -> list[tuple[str, str]]:
         plan, device = self.plan, self.plan.device
         count = plan.devices
         where = f"{count:,} x {device.name}" if count > 1 else device.name
         verdict = plan.verdict
         verdict_text = "nothing fits so far" if verdict is Verdict.NO and plan.searched.interrupted else verdict.value
-        model = _model(plan, recipe)
+        model = _describe_model(plan, recipe)
         # Verdict and size are never cut off, however long the names are.
         room = width - len(model) - len(verdict_text) - 9
         place = shorten(where, max(room - 8, 8))
@@ -127,13 +127,13 @@ class Answer:
         if plan.available_gib * 1024 < 1:
             needed = f"needs {needs}, and the process itself takes all that is there"
         elif plan.fits:
-            needed = f"{_of(needs, has)}{' a device' if count > 1 else ''}"
+            needed = f"{_join_amounts(needs, has)}{' a device' if count > 1 else ''}"
         else:
-            needed = f"needs {_of(needs, has)}{' a device' if count > 1 else ''}"
+            needed = f"needs {_join_amounts(needs, has)}{' a device' if count > 1 else ''}"
         style = {Verdict.NO: "bold red", Verdict.UNSAFE: "bold yellow"}.get(verdict, "bold green")
         lines = [
             (f"{about}: {verdict_text}", style),
-            (f"{'memory':<{_LABEL}}{needed} ({_of(low, high, ' to ')} in nine of ten runs)", "bold"),
+            (f"{'memory':<{_LABEL}}{needed} ({_join_amounts(low, high, ' to ')} in nine of ten runs)", "bold"),
         ]
         return [
             (part, style)
@@ -141,21 +141,21 @@ class Answer:
             for part in textwrap.wrap(line, width, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
         ]
 
-    def _entries(self, recipe: Recipe | None) -> list[_Entry]:
+    def _build_entries(self, recipe: Recipe | None) -> list[_Entry]:
         plan = self.plan
         if plan.fits:
-            entries = [_Entry("speed", _speed(plan)), _Entry("time", _time(plan), most=3)]
+            entries = [_Entry("speed", _describe_speed(plan)), _Entry("time", _describe_time(plan), most=3)]
             if plan.now:
-                entries.insert(1, _Entry("now", _at_present(plan.now, plan.contended), style="yellow"))
+                entries.insert(1, _Entry("now", _describe_present_speed(plan.now, plan.contended), style="yellow"))
             if cost := plan.cost:
-                entries.append(_Entry("cost", _cost(cost, plan)))
+                entries.append(_Entry("cost", _describe_cost(cost, plan)))
             if plan.energy:
-                entries.append(_Entry("energy", _energy(plan.energy), most=1, order=_FIRST))
+                entries.append(_Entry("energy", _describe_energy(plan.energy), most=1, order=_FIRST))
         else:  # how fast it would be is of no use
-            entries = [_Entry("short by", _short_by(plan))]
+            entries = [_Entry("short by", _describe_shortfall(plan))]
         if recipe is not None:
-            entries.append(_Entry("batch", _batch(recipe, plan), most=3))
-            entries.append(_Entry("method", _method(recipe, plan), most=4, least=2, order=4))
+            entries.append(_Entry("batch", _describe_batch(recipe, plan), most=3))
+            entries.append(_Entry("method", _describe_method(recipe, plan), most=4, least=2, order=4))
         if self.assumed:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
         if longest := plan.longest_context:
@@ -167,13 +167,13 @@ class Answer:
             entries.append(_Entry("longest", f"{reached}; {longest.limit}", order=2))
         alternatives = plan.alternatives
         for n, alternative in enumerate(alternatives[:3]):
-            text = _alternative(alternative, plan, recipe)
+            text = _describe_alternative(alternative, plan, recipe)
             # Half an alternative cannot be typed; the closest one stays longest.
             order = 6 + n if n else 2
             entries.append(_Entry("" if n else "instead", text, style="cyan", most=4, order=order, uncut=True))
         if later := _export(plan):
             entries.append(_Entry("export", later, style="dim", order=1))
-        entries += [_Entry("note", text, style="yellow", most=2, order=1) for text in warnings_of(plan)]
+        entries += [_Entry("note", text, style="yellow", most=2, order=1) for text in list_warnings(plan)]
         entries += [_Entry("note", text, style="dim", most=2, order=5) for text in self.notes]
         return entries
 
@@ -181,7 +181,7 @@ class Answer:
 # --- parts of the answer
 
 
-def _of(first: str, last: str, between: str = " of ") -> str:
+def _join_amounts(first: str, last: str, between: str = " of ") -> str:
     """Joins two amounts, with the unit once if they share it.
 
     Example:
@@ -192,7 +192,7 @@ def _of(first: str, last: str, between: str = " of ") -> str:
     return f"{amount if last.endswith(f' {unit}') else first}{between}{last}"
 
 
-def _bars(plan: Plan, width: int, small: float = _SMALL) -> list[tuple[str, str]]:
+def _draw_bars(plan: Plan, width: int, small: float = _SMALL) -> list[tuple[str, str]]:
     """Returns a bar per category of memory at the peak, and one for what is left; `small` ones share a bar."""
     peak, has = plan.peak_gib, plan.available_gib
     large = {c: gib for c, gib in plan.memory.items() if gib >= small * peak}
@@ -210,7 +210,7 @@ def _bars(plan: Plan, width: int, small: float = _SMALL) -> list[tuple[str, str]
     return lines
 
 
-def quantity(value: float) -> str:
+def format_count(value: float) -> str:
     """Returns a count with its unit.
 
     Example:
@@ -223,7 +223,7 @@ def quantity(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def hours(seconds: float) -> str:
+def format_hours(seconds: float) -> str:
     """Returns a long time in hours, and in days beyond two of them.
 
     Example:
@@ -236,7 +236,7 @@ def hours(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 3600:,.0f} h{days}"
 
 
-def page_texts(plan: Plan, *, assumed: Sequence[str] = (), command: Sequence[str] = ()) -> PlanTexts:
+def build_page_texts(plan: Plan, *, assumed: Sequence[str] = (), command: Sequence[str] = ()) -> PlanTexts:
     """Returns the texts of the answer that the page shows as well.
 
     Args:
@@ -245,33 +245,34 @@ def page_texts(plan: Plan, *, assumed: Sequence[str] = (), command: Sequence[str
     """
     from preheat.report.plan_page import PlanTexts
 
-    recipe = recipe_of(plan)
-    stages = _stages(plan, recipe)
+    recipe = resolve_recipe(plan)
+    stages = _count_stages(plan, recipe)
     return PlanTexts(
-        method=", ".join(_shown(recipe.techniques.values())) or "no techniques",
-        batch=_batch(recipe, plan),
+        method=", ".join(_describe_techniques(recipe.techniques.values())) or "no techniques",
+        batch=_describe_batch(recipe, plan),
         startup=_start(plan),
         export=_export(plan),
-        now=_at_present(plan.now, plan.contended) if plan.now else "",
+        now=_describe_present_speed(plan.now, plan.contended) if plan.now else "",
         stage=f", in one of {stages} stages" if stages > 1 else "",
-        changes=tuple(a.what if a.options else _changes(a, plan, recipe) for a in plan.alternatives),
+        changes=tuple(a.what if a.options else _describe_changes(a, plan, recipe) for a in plan.alternatives),
         assumed=tuple(assumed),
         command=tuple(command),
     )
 
 
-def _speed(plan: Plan) -> str:
+def _describe_speed(plan: Plan) -> str:
     low, high = plan.tokens_per_second_interval
     peak = plan.matrix_rate
-    flops = f"{format_three_digits(peak / 1e12)} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
+    flops = f"{format_three_digits(peak / 1e12)} TFLOP/s" if peak >= 1e12 else f"{format_gflops(peak)} GFLOP/s"
     # Of a catalogue's device the rate is that of its data sheet.
     of = f"the {flops} measured here" if plan.device.kind == "cpu" else f"the device's {flops}"
-    return f"{rate(plan.tokens_per_second)} tokens/s ({rate(low)} to {rate(high)}), {format_percent(plan.mfu)} of {of}"
+    speed = f"{format_rate(plan.tokens_per_second)} tokens/s ({format_rate(low)} to {format_rate(high)})"
+    return f"{speed}, {format_percent(plan.mfu)} of {of}"
 
 
-def _at_present(now: SpeedNow, contended: bool) -> str:
+def _describe_present_speed(now: SpeedNow, contended: bool) -> str:
     """Describes the speed of a machine that is slower now than it was calibrated."""
-    machine, speed = now.machine, f"{rate(now.tokens_per_second)} tokens/s"
+    machine, speed = now.machine, f"{format_rate(now.tokens_per_second)} tokens/s"
     if machine.alone is False:
         used = f"other processes use {machine.other_cores:.1f} of {machine.cpus} cores"
         above = "is an estimate for" if contended else "assumes"
@@ -280,14 +281,14 @@ def _at_present(now: SpeedNow, contended: bool) -> str:
     return f"{speed}: slower than when it was calibrated{why}; to measure again: preheat calibrate"
 
 
-def _time(plan: Plan) -> str:
+def _describe_time(plan: Plan) -> str:
     parts = [f"{plan.seconds_per_step:.3g} s a step of {plan.tokens_per_step:,} tokens"]
     if plan.steps and plan.seconds_total:
-        parts.append(f"{duration(plan.seconds_total)} for {plan.steps:,} step{'s' if plan.steps != 1 else ''}")
+        parts.append(f"{format_duration(plan.seconds_total)} for {plan.steps:,} step{'s' if plan.steps != 1 else ''}")
     else:
-        parts.append(f"{hours(_BILLION / plan.tokens_per_second)} per billion tokens")
+        parts.append(f"{format_hours(_BILLION / plan.tokens_per_second)} per billion tokens")
         if plan.seconds_total:
-            parts.append(f"ends after {hours(plan.seconds_total)}")
+            parts.append(f"ends after {format_hours(plan.seconds_total)}")
     if start := _start(plan):
         parts.append(start)
     return "; ".join(parts)
@@ -303,29 +304,29 @@ def _start(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def _cost(cost: Cost, plan: Plan) -> str:
+def _describe_cost(cost: Cost, plan: Plan) -> str:
     money = plan.currency
-    run = f"{_money(cost.run)} {money} for the run" if cost.run else None
+    run = f"{_format_money(cost.run)} {money} for the run" if cost.run else None
     parts = [
         run,
-        f"{_money(cost.million_tokens * 1000)} {money} per billion tokens",
-        f"{_money(cost.hour)} an hour",
+        f"{_format_money(cost.million_tokens * 1000)} {money} per billion tokens",
+        f"{_format_money(cost.hour)} an hour",
     ]
     return ", ".join(p for p in parts if p)
 
 
-def _money(amount: float) -> str:
+def _format_money(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.2g}"
 
 
-def _energy(energy: Energy) -> str:
+def _describe_energy(energy: Energy) -> str:
     run = f"{format_three_digits(energy.run)} kWh for the run, " if energy.run else ""
     return (
         f"{run}at most {format_three_digits(energy.million_tokens * 1000)} kWh per billion tokens, boards at full power"
     )
 
 
-def _batch(recipe: Recipe, plan: Plan) -> str:
+def _describe_batch(recipe: Recipe, plan: Plan) -> str:
     """Describes the micro-batch, the length of a sequence and the layout."""
     techniques = list(recipe.techniques.values())
     count = plan.devices
@@ -341,24 +342,24 @@ def _batch(recipe: Recipe, plan: Plan) -> str:
     return text
 
 
-def _model(plan: Plan, recipe: Recipe | None) -> str:
+def _describe_model(plan: Plan, recipe: Recipe | None) -> str:
     p = plan.parameters
-    trained = f", {quantity(p.trained)} trained" if p.trained != p.total else ""
-    active = f", {quantity(p.active)} active" if p.active != p.total else ""
-    text = f"{quantity(p.total)} parameters{active}{trained}"
-    stages = 1 if recipe is None else _stages(plan, recipe)
+    trained = f", {format_count(p.trained)} trained" if p.trained != p.total else ""
+    active = f", {format_count(p.active)} active" if p.active != p.total else ""
+    text = f"{format_count(p.total)} parameters{active}{trained}"
+    stages = 1 if recipe is None else _count_stages(plan, recipe)
     # A pipeline's dry run builds one stage.
     return f"{text}, in one of {stages} stages" if stages > 1 else text
 
 
-def _stages(plan: Plan, recipe: Recipe) -> int:
+def _count_stages(plan: Plan, recipe: Recipe) -> int:
     techniques = list(recipe.techniques.values())
     if not any(Axis.PIPELINE in t.degrees() for t in techniques):
         return 1
     return sizes_of(techniques, plan.devices)[Axis.PIPELINE]
 
 
-def _short_by(plan: Plan) -> str:
+def _describe_shortfall(plan: Plan) -> str:
     """Returns the memory that a plan lacks, and what would make it fit."""
     searched, peak, has = plan.searched, plan.peak_gib, plan.available_gib
     least = f", the least of {searched.candidates:,} candidates" if searched.candidates else ""
@@ -395,7 +396,7 @@ def describe(technique: Technique, plain: Technique | None = None) -> str:
     return technique.name() + (f" ({', '.join(parts)})" if parts else "")
 
 
-def recipe_of(plan: Plan, techniques: Mapping[str, Any] | None = None) -> Recipe:
+def resolve_recipe(plan: Plan, techniques: Mapping[str, Any] | None = None) -> Recipe:
     """Returns the recipe of a plan, or the same with the techniques of an alternative."""
     from preheat import recipe as recipes
     from preheat.recipe.yaml_io import write
@@ -405,37 +406,37 @@ def recipe_of(plan: Plan, techniques: Mapping[str, Any] | None = None) -> Recipe
     return recipes.parse(write(values if techniques is None else {**values, "techniques": techniques}))
 
 
-def _shown(techniques: Iterable[Technique]) -> list[str]:
+def _describe_techniques(techniques: Iterable[Technique]) -> list[str]:
     # Accumulation shows as the rows of a micro-batch.
     return [describe(t) for t in techniques if t.is_parallel() or t.micro_batch_count() == 1]
 
 
-def _method(recipe: Recipe, plan: Plan) -> str:
-    text = ", ".join(_shown(recipe.techniques.values())) or "no techniques"
+def _describe_method(recipe: Recipe, plan: Plan) -> str:
+    text = ", ".join(_describe_techniques(recipe.techniques.values())) or "no techniques"
     searched = plan.searched.candidates
     return f"{text}; {_NUMERICS[plan.numerics]}" if searched else text
 
 
-def _alternative(alternative: Alternative, plan: Plan, recipe: Recipe | None) -> str:
+def _describe_alternative(alternative: Alternative, plan: Plan, recipe: Recipe | None) -> str:
     """Describes what an alternative gives up and what it changes in the best recipe."""
     if options := alternative.options:
         return (
             f"{' '.join(options)}: fits in {format_memory(alternative.peak_gib)}, "
-            f"{rate(alternative.tokens_per_second)} tokens/s; {alternative.tradeoff}"
+            f"{format_rate(alternative.tokens_per_second)} tokens/s; {alternative.tradeoff}"
         )
     if recipe is None:
         return f"{alternative.tradeoff}: {alternative.what}"
-    return f"{alternative.tradeoff}: {_changes(alternative, plan, recipe)}"
+    return f"{alternative.tradeoff}: {_describe_changes(alternative, plan, recipe)}"
 
 
-def _changes(alternative: Alternative, plan: Plan, recipe: Recipe) -> str:
+def _describe_changes(alternative: Alternative, plan: Plan, recipe: Recipe) -> str:
     """Describes what an alternative changes in the best recipe."""
-    other = recipe_of(plan, alternative.recipe)
-    ours, theirs = _shown(recipe.techniques.values()), _shown(other.techniques.values())
+    other = resolve_recipe(plan, alternative.recipe)
+    ours, theirs = _describe_techniques(recipe.techniques.values()), _describe_techniques(other.techniques.values())
     names = {t.name() for t in recipe.techniques.values()} & {t.name() for t in other.techniques.values()}
     added = [text for text in theirs if text not in ours and text.split(" ")[0] not in names]
     changed = [
-        _change(other.techniques[text.split(" ")[0]], recipe.techniques[text.split(" ")[0]])
+        _describe_change(other.techniques[text.split(" ")[0]], recipe.techniques[text.split(" ")[0]])
         for text in theirs
         if text not in ours and text.split(" ")[0] in names
     ]
@@ -448,7 +449,7 @@ def _changes(alternative: Alternative, plan: Plan, recipe: Recipe) -> str:
     return ", ".join(filter(None, parts)) or "the same techniques"
 
 
-def _change(technique: Technique, ours: Technique) -> str:
+def _describe_change(technique: Technique, ours: Technique) -> str:
     """Describes a technique by what differs from ours; another mode has settings of its own, so all are shown."""
     same_mode = getattr(technique, "mode", None) == getattr(ours, "mode", None)
     return describe(technique, ours if same_mode else None)
@@ -464,7 +465,7 @@ def _export(plan: Plan) -> str:
     return f"runs on the host: a later preheat export needs {format_memory(needs)} of its memory"
 
 
-def warnings_of(plan: Plan) -> list[str]:
+def list_warnings(plan: Plan) -> list[str]:
     """Returns the doubts about a plan, none of which changes its verdict."""
     from preheat.planning.search.result import hint_fragmentation
 
@@ -476,8 +477,8 @@ def warnings_of(plan: Plan) -> list[str]:
         warnings.append(f"little room: the chance to fit is {format_percent(chance)}; {advice}")
     if quicker := plan.fp32_rate:
         warnings.append(
-            f"{plan.device.name} is slow in bf16: {gflops(plan.matrix_rate)} GFLOP/s, and {gflops(quicker)} "
-            "in fp32; a step is faster without mixed_precision"
+            f"{plan.device.name} is slow in bf16: {format_gflops(plan.matrix_rate)} GFLOP/s, and "
+            f"{format_gflops(quicker)} in fp32; a step is faster without mixed_precision"
         )
     if abs(plan.pace - 1) > 0.02:
         warnings.append(f"speed: {plan.pace:.2f} times as long as the measured rates predict, like the last runs here")
@@ -500,7 +501,7 @@ def warnings_of(plan: Plan) -> list[str]:
     return warnings
 
 
-def command_lines(arguments: Sequence[str], width: int = WIDTH, label: str = "next") -> list[str]:
+def wrap_command(arguments: Sequence[str], width: int = WIDTH, label: str = "next") -> list[str]:
     r"""Returns a command to type, wrapped with backslashes so that a shell still reads it.
 
     Example:

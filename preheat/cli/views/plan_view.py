@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from preheat.cli.views.units import rate
+from preheat.cli.views.units import format_rate
 from preheat.core.json_types import JsonObject
 from preheat.core.plan import Plan, Rejection, Verdict
 from preheat.sanitize import format_memory, format_three_digits
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["budget_picture", "plan_details", "serving_picture"]
+__all__ = ["build_budget", "build_details", "build_serving"]
 
 
-def plan_details(plan: Plan) -> Group:
+def build_details(plan: Plan) -> Group:
     """Returns what the answer leaves out: memory by phase, overhead, all alternatives and rejections."""
     from rich.console import Group
     from rich.text import Text
@@ -28,8 +28,8 @@ def plan_details(plan: Plan) -> Group:
         s = plan.searched
         sure = ", the best with all its layers" if s.confirmed else ""
         parts.append(Text(f"{s.candidates:,} candidates, {s.dry_runs} dry-run{sure}", style="dim"))
-    parts += [Text("memory by phase", style="bold"), _phases(plan)]
-    parts += [Text("overhead at the peak", style="bold"), *_overhead(plan)]
+    parts += [Text("memory by phase", style="bold"), _build_phase_table(plan)]
+    parts += [Text("overhead at the peak", style="bold"), *_describe_overhead(plan)]
     if settled := plan.settled:
         parts += [
             Text("settings that were auto", style="bold"),
@@ -37,13 +37,13 @@ def plan_details(plan: Plan) -> Group:
         ]
     if plan.alternatives:
         unfit = plan.verdict in (Verdict.UNSAFE, Verdict.NO)
-        parts += [Text("what would fit" if unfit else "alternatives", style="bold"), _alternatives(plan)]
+        parts += [Text("what would fit" if unfit else "alternatives", style="bold"), _build_alternatives(plan)]
     if plan.rejected:
-        parts += [Text("why not", style="bold"), *_reasons(plan.rejected)]
+        parts += [Text("why not", style="bold"), *_describe_reasons(plan.rejected)]
     return Group(*parts)
 
 
-def _overhead(plan: Plan) -> list[Text]:
+def _describe_overhead(plan: Plan) -> list[Text]:
     from rich.text import Text
 
     return [
@@ -64,14 +64,14 @@ _HEADS = {
 """Category of memory -> head of its column."""
 
 
-def _phases(plan: Plan) -> Table:
+def _build_phase_table(plan: Plan) -> Table:
     """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
     from rich.table import Table
 
     # One unit for the whole table, so that its columns can be compared.
     unit, scale = ("GiB", 1) if plan.peak_gib >= 1 else ("MiB", 1024)
 
-    def size(gib: float) -> str:
+    def format_size(gib: float) -> str:
         text = f"{gib * scale:,.2f}" if scale == 1 else f"{gib * scale:,.0f}"
         # A dash for sizes that round to zero.
         return text if float(text.replace(",", "")) else "-"
@@ -84,14 +84,21 @@ def _phases(plan: Plan) -> Table:
         column.justify = "right"
     for phase, categories in plan.phase_memory.items():
         style = "bold" if phase == plan.peak_phase else None
-        table.add_row(f"  {phase}", *map(size, categories.values()), size(plan.phases[phase]), style=style)
+        table.add_row(
+            f"  {phase}", *map(format_size, categories.values()), format_size(plan.phases[phase]), style=style
+        )
     # A command of its own after the run: not part of the peak.
     if plan.export:
-        table.add_row("  export, later", *map(size, plan.export.values()), size(sum(plan.export.values())), style="dim")
+        table.add_row(
+            "  export, later",
+            *map(format_size, plan.export.values()),
+            format_size(sum(plan.export.values())),
+            style="dim",
+        )
     return table
 
 
-def _alternatives(plan: Plan) -> Table:
+def _build_alternatives(plan: Plan) -> Table:
     from rich.table import Table
 
     # Numbers come first and are never wrapped; the techniques get the rest of the line.
@@ -103,17 +110,17 @@ def _alternatives(plan: Plan) -> Table:
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in plan.alternatives:
         cost = [format_three_digits(a.cost.million_tokens)] if a.cost else []
-        table.add_row(format_memory(a.peak_gib), rate(a.tokens_per_second), *cost, a.tradeoff, a.what)
+        table.add_row(format_memory(a.peak_gib), format_rate(a.tokens_per_second), *cost, a.tradeoff, a.what)
     return table
 
 
-def _reasons(rejected: Sequence[Rejection]) -> list[Text]:
+def _describe_reasons(rejected: Sequence[Rejection]) -> list[Text]:
     from rich.text import Text
 
     return [Text(f"  {r.recipe}: {r.reason}", style="dim") for r in rejected]
 
 
-def serving_picture(result: JsonObject) -> Group:
+def build_serving(result: JsonObject) -> Group:
     """Returns the memory and speed of serving, one row per format."""
     from rich.console import Group
     from rich.table import Table
@@ -136,8 +143,8 @@ def serving_picture(result: JsonObject) -> Group:
             f"{f['rows']:,}",
             "-" if not f["rows"] else f"{f['longest_context']:,}" if f["longest_context"] < 1 << 30 else "any",
             "-" if first is None else f"{first * 1e3:,.0f} ms" if first < 1 else f"{first:,.1f} s",
-            rate(f["tokens_per_second_alone"]) if f["rows"] else "-",
-            rate(f["tokens_per_second_at_most"]) if f["rows"] else "no room",
+            format_rate(f["tokens_per_second_alone"]) if f["rows"] else "-",
+            format_rate(f["tokens_per_second_at_most"]) if f["rows"] else "no room",
         )
     many = f"{d['count']} x " if d["count"] > 1 else ""
     idle = result["active_parameters"] < result["parameters"]
@@ -168,7 +175,7 @@ def serving_picture(result: JsonObject) -> Group:
     )
 
 
-def budget_picture(flops: float, approaches: Sequence[JsonObject]) -> Group:
+def build_budget(flops: float, approaches: Sequence[JsonObject]) -> Group:
     """Returns the compute-optimal model size, one row per approach."""
     from rich.console import Group
     from rich.table import Table

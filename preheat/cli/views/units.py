@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["duration", "gflops", "rate"]
+__all__ = ["format_duration", "format_gflops", "format_rate"]
 
 
-def rate(value: float | None) -> str:
+def format_rate(value: float | None) -> str:
     """Returns a rate as text: 12,345, or 12.3 below 100."""
     if value is None:
         return "-"
@@ -15,7 +15,7 @@ def rate(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def gflops(rate: float) -> str:
+def format_gflops(rate: float) -> str:
     """Returns FLOP/s as a number of GFLOP/s.
 
     >>> gflops(2.3e8), gflops(9.81e11)
@@ -25,7 +25,7 @@ def gflops(rate: float) -> str:
     return f"{giga:.2g}" if giga < 10 else f"{giga:,.0f}"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Returns seconds as text in its two largest units.
 
     >>> duration(75), duration(7300), duration(3 * 86400)

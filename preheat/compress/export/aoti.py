@@ -21,8 +21,8 @@ from preheat import remote_code
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
-from preheat.compress.export.merged_model import plain
-from preheat.compress.export.trace import Logits, trace
+from preheat.compress.export.merged_model import write_plain_model
+from preheat.compress.export.trace import Logits, export_trace
 from preheat.errors import RunError
 from preheat.models.hf import read_facts
 
@@ -60,9 +60,9 @@ def write(
     # Checked first, because the merge and the trace take minutes.
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise RunError("--to aoti: needs a C++ compiler and found none on the PATH: apt install g++, or use --to onnx")
-    bound = verify.bound_of("aoti", dtype, tolerance)
+    bound = verify.choose_bound("aoti", dtype, tolerance)
     with NewFolder(out) as folder:
-        with plain(run, folder, base=base) as model:
+        with write_plain_model(run, folder, base=base) as model:
             file = folder / "model.pt2"
             positions = read_facts(model.model.config).positions
             # Loaded again in that dtype: `model.to(dtype)` would also cast the rotary frequencies.
@@ -74,7 +74,7 @@ def write(
             )
             # `Logits` drops the cache, which a compiled graph would have to return.
             compile_package(Logits(cast), file, positions)
-            reader = model_card.version_of("torch")
+            reader = model_card.find_version("torch")
             summary = model.finish(out, file, dtype, partial(replay, file), bound, reader=reader)
             use = model.use(_LOAD, _STEP)
         model_card.write_export(folder, run, summary, title=f"AOTInductor package, {dtype}", use=use, library="pytorch")
@@ -92,7 +92,7 @@ def compile_package(module: torch.nn.Module, file: Path, positions: int) -> None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # raised by the compiler itself
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
-        torch._inductor.aoti_compile_and_package(trace(module, positions), package_path=str(file))
+        torch._inductor.aoti_compile_and_package(export_trace(module, positions), package_path=str(file))
 
 
 def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:

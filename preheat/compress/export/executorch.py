@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
-from preheat.compress.export.merged_model import plain, require
-from preheat.compress.export.trace import refused
+from preheat.compress.export.merged_model import require, write_plain_model
+from preheat.compress.export.trace import explain_export_error
 from preheat.core.export import ExportResult
 from preheat.errors import RecipeError, RunError
 from preheat.models.hf import head, read_facts
@@ -71,9 +71,9 @@ def write(
     out = Path(out)
     require_new(out, run)
     require("executorch", "executorch", "torchao")
-    bound = verify.bound_of("executorch", dtype, tolerance)
+    bound = verify.choose_bound("executorch", dtype, tolerance)
     with NewFolder(out) as folder:
-        with plain(run, folder, base=base) as model:
+        with write_plain_model(run, folder, base=base) as model:
             positions = read_facts(model.model.config).positions
             length = length or min(positions or _LENGTH, _LENGTH)
             if positions and length > positions:
@@ -97,12 +97,12 @@ def write(
             perplexity = model.held_out_text.perplexities(difference, partial(replay, file), longest=length - 1)
             summary = ExportResult(
                 path=str(out),
-                bytes=verify.size(folder, file.name),
+                bytes=verify.count_bytes(folder, file.name),
                 dtype=dtype,
                 length=length,
                 merged=model.merged,
-                read_by=model_card.version_of("executorch"),
-                **vars(verify.figures(difference, bound)),
+                read_by=model_card.find_version("executorch"),
+                **vars(verify.build_comparison(difference, bound)),
                 **vars(perplexity),
                 note="; ".join(notes),
             )
@@ -188,7 +188,9 @@ def lower(model: PreTrainedModel, file: Path, length: int, *, quantized: bool = 
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=partitioners).to_executorch()
         except (RuntimeError, SpecViolationError) as error:
-            unsupported = refused(error, "executorch", "use --to gguf for llama.cpp on a device, or --to onnx")
+            unsupported = explain_export_error(
+                error, "executorch", "use --to gguf for llama.cpp on a device, or --to onnx"
+            )
             if unsupported is None:
                 raise
             raise unsupported from None

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import gguf_reader, llama_cpp, verify
-from preheat.compress.export.gguf_tokenizer import add_vocabulary, ends_left
-from preheat.compress.export.merged_model import Plain, configuration_of, plain, require
+from preheat.compress.export.gguf_tokenizer import add_vocabulary, assign_end_tokens
+from preheat.compress.export.merged_model import Plain, build_configuration, require, write_plain_model
 from preheat.core.export import ExportResult, LlamaCppComparison
 from preheat.errors import RunError
 from preheat.hardware.child_processes import wrap_in_parent_death
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["require_supported", "write"]
 
-# Mistral's layers compute the same as llama's; its window is noted in `_notes`.
+# Mistral's layers compute the same as llama's; its window is noted in `_collect_notes`.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
 _ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # all others: silu
 _TOOL = "llama-quantize"
@@ -68,13 +68,13 @@ def write(
     """
     out = Path(out)
     require_new(out, run)
-    if (config := configuration_of(run, base)) is not None:
+    if (config := build_configuration(run, base)) is not None:
         require_supported(config)
     require("gguf", "gguf")
-    bound = verify.bound_of("gguf", dtype, tolerance)
-    tool = _tool(dtype) if "_k" in dtype else None
+    bound = verify.choose_bound("gguf", dtype, tolerance)
+    tool = _find_tool(dtype) if "_k" in dtype else None
     with NewFolder(out) as folder:
-        with plain(run, folder, base=base) as model:
+        with write_plain_model(run, folder, base=base) as model:
             _require_blocks(model.model, dtype)
             name = Path(run).resolve().name
             file = folder / f"{name}-{dtype}.gguf"
@@ -86,15 +86,15 @@ def write(
                 _write(model, unquantized, "f32", name)
                 _quantize(tool, unquantized, file, dtype)
                 unquantized.unlink()
-                types = gguf_reader.types_of(file)
+                types = gguf_reader.count_types(file)
             # transformers dequantizes the file, which checks names, layout and rounding.
             difference, reloaded = gguf_reader.compare(model, file)
             verify.refuse_beyond(difference, bound, str(out), _HINT)
-            llama_cpp_figures = _by_llama_cpp(model, file, dtype, tolerance)
-            notes = [*model.notes, *_notes(model, types, dtype)]
+            llama_cpp_figures = _compare_with_llama_cpp(model, file, dtype, tolerance)
+            notes = [*model.notes, *_collect_notes(model, types, dtype)]
             if llama_cpp_figures is None:
                 notes.append(
-                    f"compared by {model_card.version_of('transformers')} alone: llama.cpp did not run the "
+                    f"compared by {model_card.find_version('transformers')} alone: llama.cpp did not run the "
                     "file, since its wheel is not installed "
                     "here (pip install 'preheat[llama-cpp]')"
                 )
@@ -105,9 +105,9 @@ def write(
                 dtype=dtype,
                 types=types,
                 merged=model.merged,
-                read_by=model_card.version_of("transformers"),
+                read_by=model_card.find_version("transformers"),
                 llama_cpp=llama_cpp_figures,
-                **vars(verify.figures(difference, bound)),
+                **vars(verify.build_comparison(difference, bound)),
                 **vars(model.held_out_text.by(reloaded, difference)),
                 note="; ".join(notes),
             )
@@ -116,9 +116,9 @@ def write(
     return summary
 
 
-def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> LlamaCppComparison | None:
+def _compare_with_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> LlamaCppComparison | None:
     """Compares logprobs with llama.cpp's; None if it is not installed."""
-    if not llama_cpp.installed():
+    if not llama_cpp.is_installed():
         return None
     difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits)
     bound = verify.BOUNDS["llama.cpp"][dtype]
@@ -127,7 +127,7 @@ def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None)
         bound = verify.Bound(max(tolerance, bound.largest))
     verify.refuse_beyond(difference, bound, f"{file.name}, run by llama.cpp", _HINT)
     return LlamaCppComparison(
-        version=model_card.version_of("xllamacpp"),
+        version=model_card.find_version("xllamacpp"),
         max_logprob_difference=difference.largest,
         mean_logprob_difference=difference.mean,
         top1_agreement=difference.agreement,
@@ -135,14 +135,14 @@ def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None)
     )
 
 
-def _block(dtype: str) -> int:
+def _find_block_size(dtype: str) -> int:
     """Returns the number of neighbouring weights that a dtype quantizes together; 1: none."""
     return 1 if not dtype.startswith("q") else _K_BLOCK if "_k" in dtype else _BLOCK
 
 
 def _require_blocks(model: PreTrainedModel, dtype: str) -> None:
     """Raises RunError if no matrix of the layers can have the dtype that the file would be named for."""
-    block = _block(dtype)
+    block = _find_block_size(dtype)
     # Some dtypes do not apply to the embedding and the head, which have other types then.
     ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     widths = {w.shape[-1] for w in model.parameters() if w.ndim == 2 and id(w) not in ends}
@@ -153,7 +153,7 @@ def _require_blocks(model: PreTrainedModel, dtype: str) -> None:
         )
 
 
-def _tool(dtype: str) -> str:
+def _find_tool(dtype: str) -> str:
     executable = shutil.which(_TOOL)
     if executable is None:
         raise RunError(
@@ -180,16 +180,16 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     config = plain.model.config
     require_supported(config)
     architecture = _ARCHITECTURES[config.model_type]
-    writer = _writer(file, architecture)
+    writer = _build_writer(file, architecture)
     writer.add_name(name)
     _add_sizes(writer, config, gguf)
     types: dict[str, int] = {}
     factors = _add_rope(writer, plain.model, gguf)
-    for title, data in _tensors(plain.model, architecture, gguf, factors):
-        kind = _type(title, data, dtype)
+    for title, data in _iterate_tensors(plain.model, architecture, gguf, factors):
+        kind = _choose_type(title, data, dtype)
         encoded = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
         # Larger values became infinite; bf16 has fp32's range.
-        if kind == "F16" and not _finite(encoded):
+        if kind == "F16" and not _is_finite(encoded):
             raise RunError(f"--dtype {dtype}: {title} has values beyond f16's 65,504; use --dtype bf16 or f32")
         writer.add_tensor(title, encoded, raw_dtype=gguf.GGMLQuantizationType[kind])
         types[kind] = types.get(kind, 0) + 1
@@ -205,7 +205,7 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     return types
 
 
-def _writer(file: Path, architecture: str) -> GGUFWriter:
+def _build_writer(file: Path, architecture: str) -> GGUFWriter:
     """Returns a gguf writer that also writes empty lists: llama.cpp requires merges even of a tokenizer without any."""
     import gguf
 
@@ -221,7 +221,7 @@ def _writer(file: Path, architecture: str) -> GGUFWriter:
     return Writer(file, architecture)
 
 
-def _finite(data: np.ndarray) -> bool:
+def _is_finite(data: np.ndarray) -> bool:
     import numpy as np
 
     return bool(np.isfinite(data).all())
@@ -264,7 +264,7 @@ def require_supported(config: PretrainedConfig) -> None:
         )
 
 
-def _head_dim(config: PretrainedConfig) -> int:
+def _find_head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -276,8 +276,8 @@ def _add_sizes(writer: GGUFWriter, config: PretrainedConfig, gguf: ModuleType) -
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     # Explicit, because some families have heads that are not hidden_size / heads wide.
-    writer.add_key_length(_head_dim(config))
-    writer.add_value_length(_head_dim(config))
+    writer.add_key_length(_find_head_dim(config))
+    writer.add_value_length(_find_head_dim(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if config.model_type == "gemma2":
@@ -291,7 +291,7 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> n
     config = model.config
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
-    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_rope_dimension_count(_find_head_dim(config))
     writer.add_rope_freq_base(rope["rope_theta"])
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -299,7 +299,7 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> n
         return None
     if kind == "llama3":
         # llama3's scaling is a divisor per frequency: theta^(-2 i / d) over the scaled frequencies of the model.
-        base = rope["rope_theta"] ** -(_arange(_head_dim(config)))
+        base = rope["rope_theta"] ** -(_build_arange(_find_head_dim(config)))
         return (base / model.model.rotary_emb.inv_freq.double()).float().numpy()
     if kind == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -310,13 +310,13 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> n
     return None
 
 
-def _arange(size: int) -> Tensor:
+def _build_arange(size: int) -> Tensor:
     import torch
 
     return torch.arange(0, size, 2, dtype=torch.float64) / size
 
 
-def _tensors(
+def _iterate_tensors(
     model: PreTrainedModel, architecture: str, gguf: ModuleType, factors: np.ndarray | None
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every tensor of the file in fp32, with llama.cpp's names and layout."""
@@ -337,7 +337,7 @@ def _tensors(
         # llama.cpp rotates neighbouring dimensions in llama, transformers the two halves of a head.
         if architecture == "llama" and title.endswith(("attn_q", "attn_k")):
             heads = config.num_attention_heads if title.endswith("attn_q") else config.num_key_value_heads
-            data = _interleaved(data, heads)
+            data = _interleave_rows(data, heads)
         if architecture == "gemma2" and title.endswith("norm"):
             data = data + 1  # transformers' gemma computes (1 + weight) at run time
         yield f"{title}.{last}", data.contiguous().numpy()
@@ -345,34 +345,34 @@ def _tensors(
         yield "rope_freqs.weight", factors
 
 
-def _interleaved(rows: Tensor, heads: int) -> Tensor:
+def _interleave_rows(rows: Tensor, heads: int) -> Tensor:
     """Permutes rows of q or k, [heads * head_dim, ...]: rotary pairs (i, i + head_dim / 2) become (2 i, 2 i + 1)."""
     # (heads, 2, head_dim / 2, ...) -> (heads, head_dim / 2, 2, ...)
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _type(title: str, data: np.ndarray, dtype: str) -> str:
+def _choose_type(title: str, data: np.ndarray, dtype: str) -> str:
     """Returns the type of one tensor."""
     # Norms and biases are small, and llama.cpp expects them in fp32.
     if data.ndim == 1:
         return "F32"
-    if data.shape[-1] % _block(dtype):
+    if data.shape[-1] % _find_block_size(dtype):
         return "F16"
     if dtype == "q4_0" and title in ("token_embd.weight", "output.weight"):
         return "Q8_0"
     return dtype.upper()
 
 
-def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
+def _collect_notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
     notes = []
     # Fields for end of text, of turn and of message; further end tokens have no field.
-    if unnamed := ends_left(plain.tokenizer.eos_token_id, plain.end_tokens, plain.end_of_turn)[2]:
+    if unnamed := assign_end_tokens(plain.tokenizer.eos_token_id, plain.end_tokens, plain.end_of_turn)[2]:
         tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
         notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")
     matrices = {kind: count for kind, count in types.items() if kind != "F32"}
     # llama-quantize gives matrices without whole blocks a type of smaller blocks.
     others = {k: n for k, n in matrices.items() if (not k.endswith("_K") if "_k" in dtype else k == "F16")}
-    if (block := _block(dtype)) > 1 and others:
+    if (block := _find_block_size(dtype)) > 1 and others:
         listed = " and ".join(f"{count} in {kind.lower()}" for kind, count in sorted(others.items()))
         notes.append(f"{listed}, of {sum(matrices.values())} matrices: their rows are not whole blocks of {block}")
     if plain.model.config.model_type == "mistral" and (window := plain.model.config.sliding_window):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["compare", "load", "tokenizer_of", "types_of"]
+__all__ = ["compare", "load", "load_tokenizer", "count_types"]
 
 
 def compare(plain: Plain, file: Path) -> tuple[verify.Difference, PreTrainedModel]:
@@ -31,8 +31,8 @@ def compare(plain: Plain, file: Path) -> tuple[verify.Difference, PreTrainedMode
     """
     model, tokenizer = load(file)
     # First, because it takes no forward pass and names the token.
-    _same_tokens(plain.tokenizer, tokenizer, file)
-    return verify.compare(plain.reference_logits, verify.logits(model, plain.rows), plain.rows), model
+    _require_same_tokens(plain.tokenizer, tokenizer, file)
+    return verify.compare(plain.reference_logits, verify.compute_logits(model, plain.rows), plain.rows), model
 
 
 def load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -46,7 +46,7 @@ def load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
     try:
         metadata, names = read_gguf_metadata(str(file))
-        config = _config(metadata, set(names))
+        config = _build_config(metadata, set(names))
     except (ValueError, LookupError, TypeError, OSError, struct.error) as error:
         raise RunError(
             f"{file}: is not a complete GGUF file of a model that can be read ({shorten(str(error), 160)})"
@@ -61,17 +61,17 @@ def load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         factors = load_gguf_state_dict(GgufHeader.from_file(str(file)))["rope_freqs.weight"][...]
         with torch.no_grad():
             model.model.rotary_emb.inv_freq.div_(factors)
-    return model, tokenizer_of(file)
+    return model, load_tokenizer(file)
 
 
-def tokenizer_of(file: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     """Loads transformers' tokenizer from the file's metadata."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
 
 
-def _config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:
+def _build_config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:
     """Builds the configuration from a file's metadata: transformers' table of keys, and some that it lacks.
 
     These are qwen3's head size, rope scaling, soft caps and biases. `AutoConfig` is not used, because it also parses
@@ -115,7 +115,7 @@ def _config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:
     return AutoConfig.for_model(architecture, tie_word_embeddings="output.weight" not in tensors, **settings, **ids)
 
 
-def types_of(file: Path) -> dict[str, int]:
+def count_types(file: Path) -> dict[str, int]:
     """Returns the number of a file's tensors per type."""
     import gguf
     from transformers.integrations.gguf import GgufHeader
@@ -125,7 +125,7 @@ def types_of(file: Path) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def _same_tokens(wanted: PreTrainedTokenizerFast, loaded: PreTrainedTokenizerFast, file: Path) -> None:
+def _require_same_tokens(wanted: PreTrainedTokenizerFast, loaded: PreTrainedTokenizerFast, file: Path) -> None:
     for name in ("bos_token_id", "eos_token_id", "chat_template"):
         if getattr(wanted, name) != getattr(loaded, name):
             raise RunError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["add_vocabulary", "ends_left", "scores_of"]
+__all__ = ["add_vocabulary", "assign_end_tokens", "compute_scores"]
 
 _PRE_TOKENIZERS = {  # split regex of a tokenizer.json -> llama.cpp's name of the pre-tokenizer
     "": "gpt-2",
@@ -79,12 +79,12 @@ def add_vocabulary(
             kinds[tokenizer.unk_token_id] = TokenType.UNKNOWN
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores(scores_of(tokens, merges, [kind == TokenType.NORMAL for kind in kinds]))
-        writer.add_add_space_prefix(_prefixed(serialized))
+        writer.add_token_scores(compute_scores(tokens, merges, [kind == TokenType.NORMAL for kind in kinds]))
+        writer.add_add_space_prefix(_has_prefix_space(serialized))
     # Byte-level BPE, as of GPT-2, Llama 3 and Qwen.
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_rule(serialized))
+        writer.add_tokenizer_pre(_find_rule(serialized))
         # `add_token_merges` would skip an empty list.
         lines = [" ".join(merge) for merge in merges]
         writer.add_key_value("tokenizer.ggml.merges", lines, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
@@ -93,7 +93,7 @@ def add_vocabulary(
     _add_marks(writer, tokenizer, ends, turn)
 
 
-def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, int | None, list[int]]:
+def assign_end_tokens(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, int | None, list[int]]:
     """Assigns the end tokens other than `eos`: end of turn, end of message, and those without a GGUF key.
 
     llama.cpp stops at `eos` and the first two.
@@ -113,7 +113,7 @@ def _add_marks(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, ends: lis
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
-    eot, eom, _ = ends_left(tokenizer.eos_token_id, ends, turn)
+    eot, eom, _ = assign_end_tokens(tokenizer.eos_token_id, ends, turn)
     if eot is not None:
         writer.add_eot_token_id(eot)
     if eom is not None:
@@ -134,7 +134,7 @@ def _add_marks(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, ends: lis
         writer.add_chat_template(template)
 
 
-def scores_of(tokens: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
+def compute_scores(tokens: list[str], merges: list[list[str]], normal: list[bool]) -> list[float]:
     """Returns minus the rank of the first merge of each normal token; those without a merge rank last, others get 0.
 
     Example:
@@ -149,16 +149,18 @@ def scores_of(tokens: list[str], merges: list[list[str]], normal: list[bool]) ->
     return [-float(ranks.get(token, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, token in enumerate(tokens)]
 
 
-def _parts(step: JsonObject | None, inner: str) -> list[JsonObject]:
+def _list_steps(step: JsonObject | None, inner: str) -> list[JsonObject]:
     """Returns the steps of a normalizer or pre-tokenizer; sequences are flattened."""
     if step is None:
         return []
-    return [part for one in step[inner] for part in _parts(one, inner)] if step["type"] == "Sequence" else [step]
+    return [part for one in step[inner] for part in _list_steps(one, inner)] if step["type"] == "Sequence" else [step]
 
 
-def _prefixed(serialized: JsonObject) -> bool:
+def _has_prefix_space(serialized: JsonObject) -> bool:
     """Returns True if the tokenizer adds a space before the text."""
-    parts = _parts(serialized["normalizer"], "normalizers") + _parts(serialized["pre_tokenizer"], "pretokenizers")
+    parts = _list_steps(serialized["normalizer"], "normalizers") + _list_steps(
+        serialized["pre_tokenizer"], "pretokenizers"
+    )
     # Metaspace, or a normalizer that prepends or inserts the character.
     spaces = [
         part for part in parts if part["type"] == "Metaspace" or _SPACE in (part.get("content"), part.get("prepend"))
@@ -174,9 +176,9 @@ def _prefixed(serialized: JsonObject) -> bool:
     )
 
 
-def _rule(serialized: JsonObject) -> str:
+def _find_rule(serialized: JsonObject) -> str:
     """Returns llama.cpp's name of a byte-level tokenizer's pre-tokenizer."""
-    parts = _parts(serialized["pre_tokenizer"], "pretokenizers")
+    parts = _list_steps(serialized["pre_tokenizer"], "pretokenizers")
     levels = [part for part in parts if part["type"] == "ByteLevel"]
     others = [part for part in parts if part["type"] != "ByteLevel"]
     pattern = None

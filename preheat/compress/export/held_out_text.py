@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from preheat.compress.export.verify import Difference
-from preheat.compress.unfinished_run import unfinished
+from preheat.compress.unfinished_run import note_unfinished
 from preheat.core import Tag
 from preheat.core.export import HeldOutPerplexity, Perplexity
 from preheat.errors import DataError, RecipeError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["SAMPLES", "HeldOutText", "held_out_text"]
+__all__ = ["SAMPLES", "HeldOutText", "choose_held_out_text"]
 
 SAMPLES = "the sample texts that logits are compared over (prose, code, arithmetic, JSON)"
 Replay = Callable[[list[Tensor]], list[Tensor]]
@@ -72,7 +72,7 @@ class HeldOutText:
         if self.documents and not (longest and any(tokens.shape[1] > longest for tokens, _ in self.documents)):
             before, after, description = (
                 self.before,
-                self.before if replay is None else self._perplexity(replay),
+                self.before if replay is None else self._compute_perplexity(replay),
                 self.words,
             )
             computes_in = self.computes_in
@@ -83,9 +83,9 @@ class HeldOutText:
         """Returns `perplexities` for a transformers model."""
         return self.perplexities(difference, lambda rows: [compute_reference_logits(model, row) for row in rows])
 
-    def _perplexity(self, replay: Replay) -> float:
+    def _compute_perplexity(self, replay: Replay) -> float:
         total, count = 0.0, 0
-        for documents in self._parts():
+        for documents in self._iterate_parts():
             for logits, (_, labels) in zip(replay([tokens for tokens, _ in documents]), documents, strict=True):
                 total += float(
                     # Labels are already shifted: position n has the label of its next token, -100 for none.
@@ -96,7 +96,7 @@ class HeldOutText:
                 count += int((labels != -100).sum())
         return math.exp(total / count)
 
-    def _parts(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _iterate_parts(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yields a few documents at a time, since all logits together may be larger than the model."""
         part: list[tuple[Tensor, Tensor]] = []
         for document in self.documents:
@@ -108,12 +108,12 @@ class HeldOutText:
             yield part
 
 
-def held_out_text(opened: LoadedModel, source: str | Path) -> HeldOutText:
+def choose_held_out_text(opened: LoadedModel, source: str | Path) -> HeldOutText:
     """Returns the text for a model's perplexity, with a note if its run is unfinished."""
-    return replace(_held_out_text(opened), unfinished=unfinished(source, opened.step), step=opened.step)
+    return replace(_read_held_out_text(opened), unfinished=note_unfinished(source, opened.step), step=opened.step)
 
 
-def _held_out_text(opened: LoadedModel) -> HeldOutText:
+def _read_held_out_text(opened: LoadedModel) -> HeldOutText:
     """Returns the validation rows of a run with its perplexity on them; otherwise the sample texts.
 
     Sample texts are used for models without a run, runs without validation rows, and other objectives than next-token

@@ -10,10 +10,10 @@ import torch
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
-from preheat.compress.export.held_out_text import HeldOutText, held_out_text
-from preheat.compress.export.published_layout import published_layout, text_alone
-from preheat.compress.front_matter import pipeline_of
-from preheat.compress.special_tokens import end_texts, name_ends, require_same_tokens
+from preheat.compress.export.held_out_text import HeldOutText, choose_held_out_text
+from preheat.compress.export.published_layout import find_published_layout, note_text_alone
+from preheat.compress.front_matter import find_pipeline_tag
+from preheat.compress.special_tokens import end_texts, require_same_tokens, set_end_tokens
 from preheat.core import Tag
 from preheat.core.export import FolderResult
 from preheat.data.tokenizer import describe_rebuild
@@ -84,9 +84,9 @@ def write_held(
 
     Returns:
         {path, bytes, dtype, merged, tokens_that_end, turn_ends, chats, string_ends, read_by, note} and
-        `verify.figures`; and the text that perplexity was measured on. Here turn_ends is the token that ends an answer,
-        or None; chats is True if it was trained on chats; string_ends is the string that ends an answer if no token
-        does; note lists properties that the folder cannot express, or is "".
+        `verify.build_comparison`; and the text that perplexity was measured on. Here turn_ends is the token that ends
+        an answer, or None; chats is True if it was trained on chats; string_ends is the string that ends an answer if
+        no token does; note lists properties that the folder cannot express, or is "".
 
     Raises:
         RunError: no run or checkpoint; `out` exists or cannot be written; transformers does not have the architecture;
@@ -109,7 +109,7 @@ def write_held(
             f"{run}: is compressed, and quantized weights cannot be written in other formats; export the original model"
         )
     # Before `unfake_` and `merge`: the run's perplexity is that of the model as it was trained.
-    held_text = held_out_text(opened, run)
+    held_text = choose_held_out_text(opened, run)
     # The comparison takes more memory than training a model on a 4-bit base: on the host, if the GPU lacks it.
     if verify.needs_host(model):
         opened.build.parts.clear()
@@ -122,9 +122,11 @@ def write_held(
     accepted = verify.Bound(verify.TOLERANCE[saved_dtype] if tolerance is None else tolerance)
     # Added tokens are the last of the vocabulary.
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
-    rows = verify.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
+    rows = verify.tokenize_samples(
+        opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer)))
+    )
     vision = opened.build.model.vision
-    layout, text_note = published_layout(opened) if final else (None, "")
+    layout, text_note = find_published_layout(opened) if final else (None, "")
     reader = getattr(transformers, auto_class(model.config))
     classifies = isinstance(head(model), ClassHead)
     pad = _pad(opened.tokenizer, run) if classifies else None
@@ -133,14 +135,14 @@ def write_held(
         rows = [row[row != pad][None] for row in rows]
     image_rows = [] if vision is None else [draw_image(vision)]
     # Before merging, so that the comparison covers the merge as well.
-    wanted = verify.logits(model, rows, image_rows)
+    wanted = verify.compute_logits(model, rows, image_rows)
     merged = merge(model) if names_of(model) else 0
     # A classifier has its own class in transformers, which reads logits at the last token only.
     if pad is not None:
-        text_note = text_alone(layout.whole, "it is a classifier") if layout is not None else text_note
+        text_note = note_text_alone(layout.whole, "it is a classifier") if layout is not None else text_note
         layout = None
         reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
-        model = _classifier(model, pad, run)
+        model = _build_classifier(model, pad, run)
     # After merging in fp32: one rounding instead of two.
     model.to(saved_dtype)
     # The folder must keep the relation, or training it further would update one matrix only.
@@ -152,7 +154,7 @@ def write_held(
     notes += [_NO_WINDOW] if Tag.SLIDING_WINDOW in opened.build.tags else []
     notes += [_UNROUNDED] if rounded else []
     notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []
-    ends = name_ends(model, opened)
+    ends = set_end_tokens(model, opened)
     tokenizer = end_texts(opened.tokenizer) if classifies else ends.tokenizer
     notes += [] if classifies else ends.notes
     runs = is_remote_code(model.config, opened.recipe.model.trust_remote_code)
@@ -160,7 +162,7 @@ def write_held(
     with NewFolder(out) as folder:
         # `write` returns why the layout cannot represent the model; then the text part alone is saved.
         if layout is not None and (problem := layout.write(model, folder, name)):
-            text_note = text_alone(layout.whole, problem)
+            text_note = note_text_alone(layout.whole, problem)
             layout = None
         if layout is None:
             model.save_pretrained(folder)
@@ -173,15 +175,15 @@ def write_held(
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
         # After saving, which sets config.architectures.
-        pipeline = pipeline_of(model.config if layout is None else layout.whole)
+        pipeline = find_pipeline_tag(model.config if layout is None else layout.whole)
         # Frees the run's model before the folder is loaded.
         opened.build.parts.clear()
         del model
-        notes += verify.code_in(folder) if final else []
+        notes += verify.note_code(folder) if final else []
         reloaded = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
         # Perplexity is undefined for a classifier.
         texts = None if classifies else [*rows, *(inputs["input_ids"] for inputs in image_rows)]
-        difference = verify.compare(wanted, verify.logits(reloaded, rows, image_rows), texts)
+        difference = verify.compare(wanted, verify.compute_logits(reloaded, rows, image_rows), texts)
         hint = (
             "raise --tolerance only if you know why"
             if saved_dtype == torch.float32
@@ -199,15 +201,15 @@ def write_held(
         perplexity = held_text.by(reloaded, difference) if final else held_text.perplexities(difference, None)
         summary = FolderResult(
             path=str(out),
-            bytes=verify.size(folder),
+            bytes=verify.count_bytes(folder),
             dtype=name,
             merged=merged,
             tokens_that_end=tuple(ends.tokens),
             turn_ends=ends.end_of_turn,
             chats=ends.chats,
             string_ends=ends.string,
-            read_by=model_card.version_of("transformers"),
-            **vars(verify.figures(difference, accepted)),
+            read_by=model_card.find_version("transformers"),
+            **vars(verify.build_comparison(difference, accepted)),
             **vars(perplexity),
             note="; ".join(notes),
         )
@@ -231,7 +233,7 @@ def _pad(tokenizer: PreTrainedTokenizerFast, run: str | Path) -> int:
         raise RunError(f"{run}: cannot be exported: {error}") from None
 
 
-def _classifier(model: PreTrainedModel, pad: int, run: str | Path) -> PreTrainedModel:
+def _build_classifier(model: PreTrainedModel, pad: int, run: str | Path) -> PreTrainedModel:
     """Returns transformers' classifier of the family, with the names of the run's classes."""
     try:
         classifier = convert_to_sequence_classifier(model, pad=pad)

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-__all__ = ["Scorer", "open_executorch", "open_onnx", "replay_executorch", "replay_onnx", "to_executorch", "to_onnx"]
+__all__ = [
+    "Scorer",
+    "open_executorch",
+    "open_onnx",
+    "replay_executorch",
+    "replay_onnx",
+    "write_executorch",
+    "write_onnx",
+]
 
 Scorer = Callable[[Tensor], Tensor]
 
@@ -40,7 +48,7 @@ class _Scores(nn.Module):
         return self.model(pixel_values=pixel_values).logits
 
 
-def to_onnx(
+def write_onnx(
     model: PreTrainedModel, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
 ) -> verify.Difference:
     """Writes `file` (.onnx) with a dynamic batch size: input pixel_values, output logits.
@@ -68,14 +76,14 @@ def to_onnx(
     with torch.no_grad():
         # Two images, because torch.export specializes a dimension of size 1.
         program = torch.export.export(module, (images[:2],), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-    trace.to_onnx(program, unquantized, ("pixel_values",), beside=False)
+    trace.write_onnx(program, unquantized, ("pixel_values",), beside=False)
     if int8:
-        _calibrated(unquantized, file, images)
+        _calibrate_model(unquantized, file, images)
         unquantized.unlink()
-    return _held(module, replay_onnx(file, images), file, images, int8=int8, tolerance=tolerance)
+    return _check_bound(module, replay_onnx(file, images), file, images, int8=int8, tolerance=tolerance)
 
 
-def _calibrated(unquantized: Path, file: Path, images: Tensor) -> None:
+def _calibrate_model(unquantized: Path, file: Path, images: Tensor) -> None:
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -124,10 +132,10 @@ def replay_onnx(file: str | Path, images: Tensor) -> Tensor:
     return torch.cat([run(part) for part in images.split(8)])
 
 
-def to_executorch(
+def write_executorch(
     model: PreTrainedModel, file: str | Path, images: Tensor, *, int8: bool = False, tolerance: float | None = None
 ) -> verify.Difference:
-    """Writes `file` (.pte) on XNNPACK for one image at a time; arguments, result and errors as in `to_onnx`."""
+    """Writes `file` (.pte) on XNNPACK for one image at a time; arguments, result and errors as in `write_onnx`."""
     require("executorch", "executorch", "torchao")
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
@@ -138,19 +146,19 @@ def to_executorch(
         program = torch.export.export(module, (images[:1],))
         if int8:
             # Quantization returns a module, which is exported again.
-            program = torch.export.export(_observed(program, images), (images[:1],))
+            program = torch.export.export(_quantize_graph(program, images), (images[:1],))
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
         except (RuntimeError, SpecViolationError) as error:
-            if (unsupported := trace.refused(error, "executorch", "use ONNX")) is None:
+            if (unsupported := trace.explain_export_error(error, "executorch", "use ONNX")) is None:
                 raise
             raise unsupported from None
     with file.open("wb") as stream:
         lowered.write_to_file(stream)
-    return _held(module, replay_executorch(file, images), file, images, int8=int8, tolerance=tolerance)
+    return _check_bound(module, replay_executorch(file, images), file, images, int8=int8, tolerance=tolerance)
 
 
-def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Module:
+def _quantize_graph(program: torch.export.ExportedProgram, images: Tensor) -> nn.Module:
     """Quantizes the graph's weights, and its activations with ranges calibrated on the images."""
     with silence_torchao():
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
@@ -182,14 +190,14 @@ def replay_executorch(file: str | Path, images: Tensor) -> Tensor:
     return torch.cat([run(image) for image in images.split(1)])
 
 
-def _held(
+def _check_bound(
     module: nn.Module, logits: Tensor, file: Path, images: Tensor, *, int8: bool, tolerance: float | None
 ) -> verify.Difference:
     with torch.no_grad():
         expected = torch.cat([module(part) for part in images.split(8)])
     # (n, 1, classes): each image is a row of one position.
     difference = verify.compare([expected[:, None]], [logits[:, None]])
-    bound = verify.bound_of("vision", "int8" if int8 else "float32", tolerance)
+    bound = verify.choose_bound("vision", "int8" if int8 else "float32", tolerance)
     if difference.beyond(bound):
         # No file remains that a user might take for a checked one.
         file.unlink()

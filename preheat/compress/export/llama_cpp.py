@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
     from xllamacpp import Server
 
-__all__ = ["compare", "installed"]
+__all__ = ["compare", "is_installed"]
 
 _POSITIONS = 6
 """Positions compared per row: llama.cpp returns the probabilities of only the next token after a prompt."""
@@ -30,7 +30,7 @@ _TOP = 512
 """Most likely tokens compared at each position."""
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
@@ -50,7 +50,7 @@ def compare(
     Raises:
         RunError: llama.cpp cannot load the file, or tokenizes a text differently.
     """
-    with _silent():
+    with _silence_output():
         pairs = _run(file, tokenizer, rows, wanted)  # inside, since the server also logs when it stops
     return verify.compare([expected for expected, _ in pairs], [computed for _, computed in pairs])
 
@@ -70,7 +70,7 @@ def _run(
         server = xllamacpp.Server(settings)
     except RuntimeError as error:
         raise RunError(f"{file.name}: llama.cpp does not load it ({error}); nothing was written") from None
-    _same_tokens(server, tokenizer, file)
+    _require_same_tokens(server, tokenizer, file)
     # The last token, because a tokenizer may put a space token in front.
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     pairs = []
@@ -78,7 +78,7 @@ def _run(
         length = row.shape[1] - 1  # leaves llama.cpp room for a next token in a full context
         # Evenly spaced over the row; a set, because short rows give equal positions.
         for end in sorted({max(1, length * n // _POSITIONS) for n in range(1, _POSITIONS + 1)}):
-            logprobs = _next(server, row[0, :end].tolist(), letter)
+            logprobs = _compute_next_logprobs(server, row[0, :end].tolist(), letter)
             # Normalized over the whole vocabulary, then taken at llama.cpp's tokens.
             expected = logits[0, end - 1].double().log_softmax(-1)[list(logprobs)]
             pairs.append((expected[None, None], torch.tensor(list(logprobs.values()), dtype=torch.float64)[None, None]))
@@ -86,7 +86,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _silence_output() -> Iterator[None]:
     """Context manager that redirects the process's stdout and stderr, to which llama.cpp logs directly."""
     # Buffered output of Python must not end up in the null device.
     sys.stdout.flush()
@@ -105,7 +105,7 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _next(server: Server, ids: list[int], letter: int) -> dict[int, float]:
+def _compute_next_logprobs(server: Server, ids: list[int], letter: int) -> dict[int, float]:
     """Returns the logprobs of the most likely next tokens.
 
     Args:
@@ -121,7 +121,7 @@ def _next(server: Server, ids: list[int], letter: int) -> dict[int, float]:
     return {token["id"]: token["logprob"] for token in tokens}
 
 
-def _same_tokens(server: Server, tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
+def _require_same_tokens(server: Server, tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
     for text in verify.TEXTS:
         body = json.dumps({"content": text, "add_special": True}).encode()
         request = urllib.request.Request(

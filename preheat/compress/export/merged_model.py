@@ -15,7 +15,7 @@ from torch import Tensor
 
 from preheat import recipe as recipes
 from preheat import remote_code
-from preheat.compress.atomic_folder import home_of
+from preheat.compress.atomic_folder import choose_home
 from preheat.compress.export import huggingface, verify
 from preheat.compress.export.held_out_text import HeldOutText, Replay
 from preheat.core.export import ExportResult
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
-__all__ = ["Plain", "configuration_of", "plain", "require"]
+__all__ = ["Plain", "build_configuration", "write_plain_model", "require"]
 
 
 @dataclass
@@ -114,11 +114,11 @@ class Plain:
         self.copy_settings(file.parent)
         return ExportResult(
             path=str(out),
-            bytes=verify.size(file.parent, file.name),
+            bytes=verify.count_bytes(file.parent, file.name),
             dtype=dtype,
             merged=self.merged,
             read_by=reader,
-            **vars(verify.figures(difference, bound)),
+            **vars(verify.build_comparison(difference, bound)),
             **vars(self.held_out_text.perplexities(difference, replay)),
             note="; ".join(self.notes),
         )
@@ -132,7 +132,7 @@ class Plain:
 
 
 @contextmanager
-def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator[Plain]:
+def write_plain_model(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator[Plain]:
     """Context manager that writes the merged model to a temporary Hugging Face folder inside `parent`.
 
     Args:
@@ -162,10 +162,10 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
         )
         # Rows of added tokens too; at most 32, which fit into one row. Some tokenizers have more tokens than rows.
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
-        rows = verify.rows(tokenizer, read_facts(model.config).positions, known)
+        rows = verify.tokenize_samples(tokenizer, read_facts(model.config).positions, known)
         notes = [summary.note] if summary.note else []
         # Of the folder's model, which `write_held` has compared with the run.
-        wanted = verify.logits(model, rows)
+        wanted = verify.compute_logits(model, rows)
         yield Plain(
             source=Path(run),
             folder=folder,
@@ -186,14 +186,14 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def configuration_of(run: str | Path, base: str | None = None) -> PretrainedConfig | None:
+def build_configuration(run: str | Path, base: str | None = None) -> PretrainedConfig | None:
     """Returns the configuration of a model to export, as it is trained; None if its files do not tell.
 
     Args:
         run: a run or a checkpoint of it, a model's folder, or an adapter's.
         base: as in `open_model`.
     """
-    path, _ = home_of(run)
+    path, _ = choose_home(run)
     vocabulary = None
     if (path / "recipe.yaml").is_file():
         recipe = recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml"))

@@ -19,8 +19,8 @@ from torch import Tensor
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
-from preheat.compress.export.merged_model import plain, require
-from preheat.compress.export.trace import REDUCE_RANGE, Logits, to_onnx, trace
+from preheat.compress.export.merged_model import require, write_plain_model
+from preheat.compress.export.trace import REDUCE_RANGE, Logits, export_trace, write_onnx
 from preheat.models.hf import read_facts
 
 if TYPE_CHECKING:
@@ -57,15 +57,15 @@ def write(
     out = Path(out)
     require_new(out, run)
     require("onnx", "onnx", "onnxscript", "onnxruntime")
-    bound = verify.bound_of("onnx", dtype, tolerance)
+    bound = verify.choose_bound("onnx", dtype, tolerance)
     with NewFolder(out) as folder:
-        with plain(run, folder, base=base) as model:
+        with write_plain_model(run, folder, base=base) as model:
             file = folder / "model.onnx"
-            program = trace(Logits(model.model), read_facts(model.model.config).positions)
-            to_onnx(program, file, ("input_ids", "attention_mask"))
+            program = export_trace(Logits(model.model), read_facts(model.model.config).positions)
+            write_onnx(program, file, ("input_ids", "attention_mask"))
             if dtype == "int8":
                 quantize(file)
-            reader = model_card.version_of("onnxruntime")
+            reader = model_card.find_version("onnxruntime")
             summary = model.finish(out, file, dtype, partial(replay, file), bound, reader=reader)
             use = model.use(_LOAD, _STEP)
         model_card.write_export(folder, run, summary, title=f"ONNX, {dtype}", use=use, library="onnx")

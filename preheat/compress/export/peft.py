@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
-from preheat.compress.export.held_out_text import held_out_text
-from preheat.compress.special_tokens import EndTokens, name_ends, require_same_tokens
+from preheat.compress.export.held_out_text import choose_held_out_text
+from preheat.compress.special_tokens import EndTokens, require_same_tokens, set_end_tokens
 from preheat.core import Stage
 from preheat.core.export import ExportResult
 from preheat.errors import RunError
@@ -80,16 +80,16 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     model: PreTrainedModel = opened.build.trained[0]
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
-    base = _base(opened, names, run)
+    base = _resolve_base(opened, names, run)
     published = _Published.of(opened, run)
-    held_text = held_out_text(opened, run)
+    held_text = choose_held_out_text(opened, run)
     unfake_(model)  # the adapter belongs to the unrounded weights
     accepted = verify.Bound(verify.TOLERANCE[torch.float32] if tolerance is None else tolerance)
-    rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
+    rows = verify.tokenize_samples(opened.tokenizer, opened.build.model.positions, [])
     pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
-    half = {} if pissa else _half(model)  # pissa rounds the residual, which is not a weight of the base
+    half = {} if pissa else _find_half_dtypes(model)  # pissa rounds the residual, which is not a weight of the base
     # The reference: the run's logits in memory, before anything is converted.
-    wanted = verify.logits(model, rows)
+    wanted = verify.compute_logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
     # Copies on the CPU, because the run's model is freed before peft loads the base.
     values = {
@@ -100,7 +100,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         # PiSSA took s B0 A0 out of the base: the exported adapter has to add B A and subtract B0 A0.
         for name in names:
             place = published.name(name)
-            values[place] = _as_lora(
+            values[place] = _convert_to_lora(
                 values[place], opened.build.weights.read(f"{name}.weight"), base_layer_of(model, name).weight, config
             )
         # True: peft must not decompose the base again. Twice the rank at the same scale, alpha / r or alpha /
@@ -108,9 +108,9 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         config.init_lora_weights, config.r = True, 2 * config.r
         config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
     whole = model if published.whole is None else published.whole
-    config.target_modules = _short(list(values), whole)
-    _name_by_weight(config, whole, run)
-    pairs = {(published.name(name), stack): pair for (name, stack), pair in _pairs(model, config).items()}
+    config.target_modules = _shorten_names(list(values), whole)
+    _move_expert_targets(config, whole, run)
+    pairs = {(published.name(name), stack): pair for (name, stack), pair in _convert_pairs(model, config).items()}
     half = {published.name(name): dtype for name, dtype in half.items()}
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     # Names of modules in the plain base, without the adapter's wrapper.
@@ -132,22 +132,22 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     base_generation = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(
         model.config
     )
-    ends = name_ends(model, opened)
+    ends = set_end_tokens(model, opened)
     settings = model.generation_config
-    notes += [*ends.notes, *_unread_end_tokens(ends, ends_of(base_generation))]
+    notes += [*ends.notes, *_note_unread_end_tokens(ends, ends_of(base_generation))]
     # Frees the run's model before peft loads the base again, twice.
     opened.build.parts.clear()
     del model, packed, whole
     reader = published.reader
     with NewFolder(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-        # `_merged_otherwise` measures the effect of tied embeddings on merging.
+        # `_note_other_merge` measures the effect of tied embeddings on merging.
         warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
         # peft looks for these among modules only, but applies the rank all the same.
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        adapted: PeftModel = peft.get_peft_model(_loaded(reader, source, base, load_options), config)
+        adapted: PeftModel = peft.get_peft_model(_load_base(reader, source, base, load_options), config)
         with torch.no_grad():
             for name, tensors in values.items():
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
@@ -160,20 +160,20 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         require_same_tokens(ends.tokenizer, folder)
         settings.save_pretrained(folder)
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
-        reloaded: PeftModel = peft.PeftModel.from_pretrained(_loaded(reader, source, base, load_options), folder)
+        reloaded: PeftModel = peft.PeftModel.from_pretrained(_load_base(reader, source, base, load_options), folder)
         if half:
             # Before rounding, for the note: the difference that a user sees on the base in its stored precision.
-            unrounded_half = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
+            unrounded_half = verify.compare(wanted, verify.compute_logits(reloaded.get_base_model(), rows))
             if _round_base(reloaded.get_base_model(), half):
-                notes.append(_HALF.format(_name(half), unrounded_half.largest))
+                notes.append(_HALF.format(_name_dtype(half), unrounded_half.largest))
             else:  # the base is already stored in that precision
                 half = {}
         if written["nf4"]:
-            unrounded = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
+            unrounded = verify.compare(wanted, verify.compute_logits(reloaded.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
             rounded = [published.name(name) for name in written["nf4"]["modules"]]
             _round(reloaded.get_base_model(), rounded, double=double)
-        difference = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows), rows)
+        difference = verify.compare(wanted, verify.compute_logits(reloaded.get_base_model(), rows), rows)
         verify.refuse_beyond(
             difference,
             accepted,
@@ -183,14 +183,14 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         )
         perplexity = held_text.by(reloaded.get_base_model(), difference)
         # Last, because it merges into the reloaded base in place.
-        notes += _merged_otherwise(reloaded, wanted, rows)
+        notes += _note_other_merge(reloaded, wanted, rows)
         summary = ExportResult(
             path=str(out),
-            bytes=verify.size(folder),
+            bytes=verify.count_bytes(folder),
             base=base,
             adapted=len(names) + len(pairs),
-            read_by=model_card.version_of("peft"),
-            **vars(verify.figures(difference, accepted)),
+            read_by=model_card.find_version("peft"),
+            **vars(verify.build_comparison(difference, accepted)),
             **vars(perplexity),
             note="; ".join(notes),
         )
@@ -202,7 +202,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             )
         stop = f", stop_strings=[{ends.string!r}], tokenizer=tokenizer" if ends.string else ""
         cut = f".partition({ends.string!r})[0]" if ends.string else ""
-        precision = f", dtype={_name(half)!r}" if half else ""
+        precision = f", dtype={_name_dtype(half)!r}" if half else ""
         use = (
             "import peft, transformers\nbase = "
             f"transformers.{reader}.from_pretrained({base!r}{precision})\n"
@@ -254,13 +254,13 @@ class _Published:
         return self.places.get(name, name)
 
 
-def _half(model: nn.Module) -> dict[str, torch.dtype]:
+def _find_half_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Returns the dtypes of the base weights that the run holds in half precision, by their names without adapters."""
     dtypes = {name.replace(".base_layer", ""): p.dtype for name, p in model.named_parameters() if not p.requires_grad}
     return {name: dtype for name, dtype in dtypes.items() if dtype in (torch.bfloat16, torch.float16)}
 
 
-def _name(half: dict[str, torch.dtype]) -> str:
+def _name_dtype(half: dict[str, torch.dtype]) -> str:
     """Returns bfloat16 or float16."""
     return str(next(iter(half.values()))).removeprefix("torch.")
 
@@ -279,7 +279,7 @@ def _round_base(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
     return changed
 
 
-def _unread_end_tokens(ends: EndTokens, base_ends: list[int]) -> list[str]:
+def _note_unread_end_tokens(ends: EndTokens, base_ends: list[int]) -> list[str]:
     """Returns a note if the base's generation settings, which peft uses, do not end an answer."""
     if ends.end_of_turn is None or ends.end_of_turn in base_ends:
         return []
@@ -291,7 +291,7 @@ def _unread_end_tokens(ends: EndTokens, base_ends: list[int]) -> list[str]:
     ]
 
 
-def _merged_otherwise(model: PeftModel, wanted: list[Tensor], rows: list[Tensor]) -> list[str]:
+def _note_other_merge(model: PeftModel, wanted: list[Tensor], rows: list[Tensor]) -> list[str]:
     """Returns a note if peft's own merge gives a different model.
 
     This happens if an adapter on the embedding also affects a head that shares its weight.
@@ -301,7 +301,7 @@ def _merged_otherwise(model: PeftModel, wanted: list[Tensor], rows: list[Tensor]
     except (NotImplementedError, ValueError) as error:
         return [f"peft does not merge this adapter ({shorten(str(error), 120)}): preheat export --to hf does"]
     # `merged` is the base itself with changed weights.
-    difference = verify.compare(wanted, verify.logits(merged, rows))
+    difference = verify.compare(wanted, verify.compute_logits(merged, rows))
     if difference.share() <= _MERGED:
         return []
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
@@ -313,7 +313,7 @@ def _merged_otherwise(model: PeftModel, wanted: list[Tensor], rows: list[Tensor]
     ]
 
 
-def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
+def _resolve_base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
     """Returns the base that others can load under the adapter: a hub name, or an absolute path."""
     recipe = opened.recipe
     if opened.step is None:
@@ -333,7 +333,7 @@ def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
     return str(Path(recipe.model.path).resolve()) if Path(recipe.model.path).is_dir() else recipe.model.path
 
 
-def _short(names: list[str], model: nn.Module) -> set[str]:
+def _shorten_names(names: list[str], model: nn.Module) -> set[str]:
     """Returns the last components of the names if they select the same modules, as usual in peft; else the names."""
     last = {name.rpartition(".")[2] for name in names}
     return (
@@ -343,7 +343,7 @@ def _short(names: list[str], model: nn.Module) -> set[str]:
     )
 
 
-def _name_by_weight(config: LoraConfig, model: PreTrainedModel, run: str | Path) -> None:
+def _move_expert_targets(config: LoraConfig, model: PreTrainedModel, run: str | Path) -> None:
     """Moves targets that peft takes for the experts' matrices to `target_parameters`, which it leaves alone. In place.
 
     In families whose experts had a `gate_proj` each in older versions of transformers, peft understands that name so,
@@ -373,7 +373,7 @@ def _name_by_weight(config: LoraConfig, model: PreTrainedModel, run: str | Path)
     config.lora_dropout = 0.0  # peft has none on parameters, and the adapter is for inference
 
 
-def _pairs(model: nn.Module, config: LoraConfig) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+def _convert_pairs(model: nn.Module, config: LoraConfig) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """Returns the LoRA pairs of experts in peft's layout, by module and stack; adds them to `config`, in place."""
     adapted = {id(module) for module in adapted_experts(model)}
     pairs = {}
@@ -400,7 +400,7 @@ def _put_pairs(model: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tens
             module.lora_B["default"].weight.copy_(lora_b)
 
 
-def _loaded(reader: str, source: str, name: str, read: JsonObject) -> PreTrainedModel:
+def _load_base(reader: str, source: str, name: str, read: JsonObject) -> PreTrainedModel:
     """Loads the base, with the adapter's name for it: the path it is read from may differ (a link, the hub's cache)."""
     import transformers
 
@@ -409,7 +409,7 @@ def _loaded(reader: str, source: str, name: str, read: JsonObject) -> PreTrained
     return model
 
 
-def _as_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, config: LoraConfig) -> dict[str, Tensor]:
+def _convert_to_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, config: LoraConfig) -> dict[str, Tensor]:
     """Converts a trained PiSSA to a LoRA on the original weight W: B A - B0 A0, where s B0 A0 = W - rest.
 
     W - rest has rank r up to rounding, so slightly more than r random combinations of its columns span it. Computed in

@@ -16,7 +16,7 @@ from preheat.errors import DataError
 if TYPE_CHECKING:
     from preheat.data.chat.messages import Message
 
-__all__ = ["bare", "render"]
+__all__ = ["convert_to_jinja", "render"]
 
 _MARKS = ("generation", "endgeneration")
 # Whitespace and characters that HTML escapes, a system message, several turns.
@@ -27,7 +27,7 @@ _PROBES: tuple[Sequence[Mapping[str, str]], ...] = (
 )
 
 
-def bare(template: Template) -> str | None:
+def convert_to_jinja(template: Template) -> str | None:
     """Returns Jinja text that renders chats like the template.
 
     It is rendered by `jinja2.Template(text).render(messages=..., add_generation_prompt=True)`. Special tokens are set
@@ -42,9 +42,9 @@ def bare(template: Template) -> str | None:
     try:
         # A template is foreign code: its time and output are limited.
         with limit_rendering(template.name):
-            text = _written(template)
+            text = _render_nodes(template)
         # Rendering decides, because no static check knows every difference of the environments.
-        return text if all(_same(text, template, chat) for chat in _PROBES) else None
+        return text if all(_is_same_rendering(text, template, chat) for chat in _PROBES) else None
     except jinja2.TemplateError:
         return None
 
@@ -60,7 +60,7 @@ def render(text: str, chat: Sequence[Message]) -> str:
     return ImmutableSandboxedEnvironment().from_string(text).render(messages=list(chat), add_generation_prompt=True)
 
 
-def _same(text: str, template: Template, chat: Sequence[Message]) -> bool:
+def _is_same_rendering(text: str, template: Template, chat: Sequence[Message]) -> bool:
     try:
         wanted = template.prompt(chat)
     except DataError:  # the template rejects this chat
@@ -69,7 +69,7 @@ def _same(text: str, template: Template, chat: Sequence[Message]) -> bool:
         return render(text, chat) == wanted
 
 
-def _written(template: Template) -> str:
+def _render_nodes(template: Template) -> str:
     import jinja2
 
     # The options of transformers' environment: the lexer's output has whitespace trimmed accordingly.
@@ -88,7 +88,7 @@ def _written(template: Template) -> str:
             skipped = "" if kind == skipped else skipped
         elif kind == "comment_begin":
             skipped = "comment_end"
-        elif kind == "block_begin" and _first_name(parts[number + 1 :]) in _MARKS:
+        elif kind == "block_begin" and _find_first_name(parts[number + 1 :]) in _MARKS:
             skipped = "block_end"
         else:
             output.append(tags.get(kind, value))
@@ -96,5 +96,5 @@ def _written(template: Template) -> str:
     return f"{text}\n" if text.endswith("\n") else text  # Jinja drops one trailing newline
 
 
-def _first_name(parts: Sequence[tuple[int, str, str]]) -> str:
+def _find_first_name(parts: Sequence[tuple[int, str, str]]) -> str:
     return next((value for _, kind, value in parts if kind != "whitespace"), "")

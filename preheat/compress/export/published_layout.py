@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["PublishedLayout", "published_layout"]
+__all__ = ["PublishedLayout", "find_published_layout"]
 
 _KNOB = "model.path"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -57,7 +57,7 @@ class PublishedLayout:
             '', or why the model has no place in the layout; then nothing was written.
         """
         # All checks come first: on a problem nothing may have been written.
-        settings, problem = self._settings(model.config, dtype)
+        settings, problem = self._build_settings(model.config, dtype)
         stated = read_object(self.source / "config.json", _KNOB).get("transformers_weights")
         files = find_weight_files(self.source, _KNOB, stated=stated).files
         # Tensor name -> file.
@@ -65,7 +65,7 @@ class PublishedLayout:
         for file in files:
             with open_tensors(file, _KNOB) as opened:
                 keys |= dict.fromkeys(opened.keys(), file)
-        values, more, lacking = _values(model, list(keys))
+        values, more, lacking = _convert_values(model, list(keys))
         if problem or lacking:
             return problem or f"its files have no place for {lacking}"
         self._write_weights(folder, keys, values, more)
@@ -74,7 +74,7 @@ class PublishedLayout:
         copy_processor(self.source, folder)
         return ""
 
-    def _settings(self, config: PretrainedConfig, dtype: str) -> tuple[JsonObject, str]:
+    def _build_settings(self, config: PretrainedConfig, dtype: str) -> tuple[JsonObject, str]:
         """Returns the published config.json with what the run changed, and why it cannot say that ('' if it can)."""
         values = read_object(self.source / "config.json", _KNOB)
         text = values["text_config"]
@@ -133,7 +133,7 @@ class PublishedLayout:
             (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
 
 
-def published_layout(opened: LoadedModel) -> tuple[PublishedLayout | None, str]:
+def find_published_layout(opened: LoadedModel) -> tuple[PublishedLayout | None, str]:
     """Returns the layout to write a model back into, or None and the reason; ('' for a model that is no text part)."""
     import torch
     from transformers import AutoModelForImageTextToText
@@ -142,25 +142,25 @@ def published_layout(opened: LoadedModel) -> tuple[PublishedLayout | None, str]:
     if whole is None:
         return None, ""
     if folder is None:
-        return None, text_alone(whole, "the run began with new weights, which no vision part fits")
+        return None, note_text_alone(whole, "the run began with new weights, which no vision part fits")
     try:
         # Without memory: only tests that transformers has the class and accepts the configuration.
         with torch.device("meta"):
             AutoModelForImageTextToText.from_config(whole)
     except (*FAULTS, ImportError) as error:
-        return None, text_alone(whole, f"transformers cannot load the whole here ({describe_fault(error, 160)})")
+        return None, note_text_alone(whole, f"transformers cannot load the whole here ({describe_fault(error, 160)})")
     before = configs.of(opened.recipe, None)
     # The run's config has no dropout either, so that it does not count as a change.
     configs.disable_dropout(before)
     return PublishedLayout(folder, whole, before), ""
 
 
-def text_alone(whole: PretrainedConfig, why: str) -> str:
+def note_text_alone(whole: PretrainedConfig, why: str) -> str:
     """Returns the note for a folder that has no vision part."""
     return _TEXT_ALONE.format(family=whole.model_type, why=why)
 
 
-def _values(model: PreTrainedModel, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+def _convert_values(model: PreTrainedModel, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     """Returns the model's values by the files' names, those that the files lack, and a parameter without a place."""
     from transformers.core_model_loading import revert_weight_conversion
 

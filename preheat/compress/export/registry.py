@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.compress.atomic_folder import home_of
+from preheat.compress.atomic_folder import choose_home
 from preheat.errors import RecipeError, RunError, suggest_nearest
 from preheat.run.reader import Reader
 from preheat.sanitize import quote_value, shorten
@@ -14,7 +14,7 @@ from preheat.sanitize import quote_value, shorten
 if TYPE_CHECKING:
     from preheat.core.export import ExportResult
 
-__all__ = ["FORMATS", "default_output", "require_settings", "write"]
+__all__ = ["FORMATS", "choose_default_output", "require_settings", "write"]
 
 FORMATS: dict[str, str | None] = {  # -> default dtype; None: the run's
     "hf": None,
@@ -28,7 +28,7 @@ FORMATS: dict[str, str | None] = {  # -> default dtype; None: the run's
 }
 
 
-def _dtype_of(to: str, dtype: str | None) -> str | None:
+def _choose_dtype(to: str, dtype: str | None) -> str | None:
     """Returns the dtype to write.
 
     Raises:
@@ -69,14 +69,14 @@ def require_settings(to: str, settings: Mapping[str, object]) -> None:
         )
 
 
-def default_output(run: Path, to: str, dtype: str | None) -> Path:
+def choose_default_output(run: Path, to: str, dtype: str | None) -> Path:
     """Returns the default output folder of an export."""
-    kind = _dtype_of(to, dtype)
-    home, step = home_of(run)
+    kind = _choose_dtype(to, dtype)
+    home, step = choose_home(run)
     return home / ((f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}") + step)
 
 
-def _reads_images(run: str | Path) -> bool:
+def _has_image_input(run: str | Path) -> bool:
     """Returns True if the model of a run or a folder reads images; an adapter's folder is checked by its writer."""
     from preheat import recipe as recipes
     from preheat.models import configs, hf, text_part
@@ -124,10 +124,10 @@ def write(
     # Imported late: with every format's libraries the command line would start slowly.
     from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, torchchat, vllm
 
-    kind = _dtype_of(to, dtype)
+    kind = _choose_dtype(to, dtype)
     if length is not None and to != "executorch":
         raise RecipeError(f"--length: is for executorch's KV cache; --to {to} has none")
-    if to != "hf" and _reads_images(run):
+    if to != "hf" and _has_image_input(run):
         raise RunError(
             f"--to {to}: {run} reads images, which only --to hf supports so far; write that, and convert it by the "
             "format's own tools"

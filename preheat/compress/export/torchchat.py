@@ -26,8 +26,8 @@ from torch.nn import functional
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
-from preheat.compress.export.merged_model import Plain, plain
-from preheat.compress.export.plain_jinja import bare
+from preheat.compress.export.merged_model import Plain, write_plain_model
+from preheat.compress.export.plain_jinja import convert_to_jinja
 from preheat.core.export import ExportResult
 from preheat.data.chat.template import load_template
 from preheat.errors import RunError
@@ -87,13 +87,13 @@ def write(
     """
     out = Path(out)
     require_new(out, run)
-    bound = verify.bound_of("torchchat", dtype, tolerance)
+    bound = verify.choose_bound("torchchat", dtype, tolerance)
     with NewFolder(out) as folder:
-        with plain(run, folder, base=base) as model:
+        with write_plain_model(run, folder, base=base) as model:
             # Fails for unsupported blocks before any weight is converted.
-            params = _params(model.model.config, model.source)
+            params = _build_params(model.model.config, model.source)
             params["tokenizer_prepend_bos"] = bool(beginning_tokens(model.tokenizer))
-            weights = _weights(model.model, params, model.source)
+            weights = _convert_weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
             # `_settle` then changes the copied tokenizer settings.
@@ -105,11 +105,11 @@ def write(
             perplexity = model.held_out_text.perplexities(difference, partial(read, folder))
         summary = ExportResult(
             path=str(out),
-            bytes=verify.size(folder, "model.pth"),
+            bytes=verify.count_bytes(folder, "model.pth"),
             dtype=dtype,
             merged=model.merged,
             read_by="its layout's arithmetic",
-            **vars(verify.figures(difference, bound)),
+            **vars(verify.build_comparison(difference, bound)),
             **vars(perplexity),
             note="; ".join(notes),
         )
@@ -145,7 +145,7 @@ class TransformerArgs(TypedDict):
     feed_forward_bias: NotRequired[bool]
 
 
-def _params(config: PretrainedConfig, source: Path) -> TransformerArgs:
+def _build_params(config: PretrainedConfig, source: Path) -> TransformerArgs:
     """Returns torchchat's TransformerArgs for a configuration.
 
     Raises:
@@ -196,7 +196,7 @@ def _params(config: PretrainedConfig, source: Path) -> TransformerArgs:
     return params
 
 
-def _weights(model: PreTrainedModel, params: TransformerArgs, source: Path) -> dict[str, Tensor]:
+def _convert_weights(model: PreTrainedModel, params: TransformerArgs, source: Path) -> dict[str, Tensor]:
     """Returns the weights by torchchat's names; records in `params` which blocks have biases.
 
     If only some maps of a block have biases, the others get zeros, which changes nothing.
@@ -227,12 +227,12 @@ def _weights(model: PreTrainedModel, params: TransformerArgs, source: Path) -> d
         for kind in ("weight", "bias") if params.get("attention_bias") else ("weight",):
             # wqkv is the queries, keys and values one below the other; values are not rotated, so their order stays.
             q, k, v = (weights.pop(f"layers.{layer}.attention.{map_name}.{kind}") for map_name in ("wq", "wk", "wv"))
-            interleaved = [_pairs_together(q, params["n_heads"]), _pairs_together(k, params["n_local_heads"])]
+            interleaved = [_interleave_pairs(q, params["n_heads"]), _interleave_pairs(k, params["n_local_heads"])]
             weights[f"layers.{layer}.attention.wqkv.{kind}"] = torch.cat([*interleaved, v])
     return {name: weight.contiguous() for name, weight in weights.items()}
 
 
-def _pairs_together(weight: Tensor, heads: int) -> Tensor:
+def _interleave_pairs(weight: Tensor, heads: int) -> Tensor:
     """Reorders rows of a head from (first halves, second halves) to (first, second, first, second, ...)."""
     # (heads, 2, size / 2, ...) -> (heads, size / 2, 2, ...)
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
@@ -264,7 +264,9 @@ def _settle(folder: Path, model: Plain) -> list[str]:
             "the tokenizer has no begin-of-text token; tokenizer_config.json names the end token instead, because "
             "torchchat requires one, and prompts do not begin with it"
         )
-    settings["chat_template"] = text = bare(load_template(None, tokenizer)) if tokenizer.chat_template else None
+    settings["chat_template"] = text = (
+        convert_to_jinja(load_template(None, tokenizer)) if tokenizer.chat_template else None
+    )
     if text is None:
         settings["chat_template"] = _PLAIN
         reason = (
@@ -281,24 +283,24 @@ def read(folder: Path, rows: list[Tensor]) -> list[Tensor]:
     # weights_only: a pickle may run code when it is loaded.
     weights = {name: w.float() for name, w in torch.load(folder / "model.pth", mmap=True, weights_only=True).items()}
     with torch.no_grad():
-        return [_logits(row, weights, params) for row in rows]
+        return [_compute_logits(row, weights, params) for row in rows]
 
 
-def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: TransformerArgs) -> Tensor:
+def _compute_logits(tokens: Tensor, weights: Mapping[str, Tensor], params: TransformerArgs) -> Tensor:
     width, heads, kv_heads = params["dim"], params["n_heads"], params["n_local_heads"]
     size, length = width // heads, tokens.shape[1]
 
-    def norm(x: Tensor, name: str) -> Tensor:
+    def apply_norm(x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, (width,), weights[name], params["norm_eps"])
 
-    def linear(x: Tensor, name: str) -> Tensor:
+    def apply_linear(x: Tensor, name: str) -> Tensor:
         return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     # (length, size / 2)
-    angles = torch.outer(torch.arange(length).float(), _frequencies(size, params))
+    angles = torch.outer(torch.arange(length).float(), _compute_frequencies(size, params))
     rotations = torch.polar(torch.ones_like(angles), angles)[None, :, None]  # [1, length, 1, size / 2]
 
-    def rotated(x: Tensor) -> Tensor:
+    def rotate_pairs(x: Tensor) -> Tensor:
         # Neighbouring dimensions as a complex number, times e^(i angle).
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * rotations).flatten(-2)
 
@@ -307,23 +309,25 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: TransformerAr
     for layer in range(params["n_layers"]):
         at = f"layers.{layer}"
         # (1, length, (heads + 2 kv_heads) size)
-        parts = linear(norm(x, f"{at}.attention_norm.weight"), f"{at}.attention.wqkv")
+        parts = apply_linear(apply_norm(x, f"{at}.attention_norm.weight"), f"{at}.attention.wqkv")
         q, k, v = (
             p.unflatten(-1, (-1, size)) for p in parts.split([heads * size, kv_heads * size, kv_heads * size], -1)
         )
         # (1, heads or kv_heads, length, size)
-        q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
+        q, k, v = (t.transpose(1, 2) for t in (rotate_pairs(q), rotate_pairs(k), v))
         # Key-value heads serve groups of query heads, in order.
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + linear(attended.transpose(1, 2).flatten(-2), f"{at}.attention.wo")
-        y, block = norm(x, f"{at}.ffn_norm.weight"), f"{at}.feed_forward"
+        x = x + apply_linear(attended.transpose(1, 2).flatten(-2), f"{at}.attention.wo")
+        y, block = apply_norm(x, f"{at}.ffn_norm.weight"), f"{at}.feed_forward"
         # Gated feed-forward: w2(silu(w1 y) * w3 y)
-        x = x + linear(functional.silu(linear(y, f"{block}.w1")) * linear(y, f"{block}.w3"), f"{block}.w2")
+        x = x + apply_linear(
+            functional.silu(apply_linear(y, f"{block}.w1")) * apply_linear(y, f"{block}.w3"), f"{block}.w2"
+        )
     head = weights["tok_embeddings.weight" if params["tie_word_embeddings"] else "output.weight"]
-    return functional.linear(norm(x, "norm.weight"), head)
+    return functional.linear(apply_norm(x, "norm.weight"), head)
 
 
-def _frequencies(size: int, params: TransformerArgs) -> Tensor:
+def _compute_frequencies(size: int, params: TransformerArgs) -> Tensor:
     """Returns radians per position, [size / 2]; Llama 3.1's scaling slows low frequencies, and blends in between."""
     frequencies = 1.0 / params["rope_base"] ** (torch.arange(0, size, 2).float() / size)
     if (scaling := params.get("rope_scaling")) is None:

@@ -16,7 +16,7 @@ from preheat.torch_compat import export_options
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["REDUCE_RANGE", "Logits", "refused", "to_onnx", "trace"]
+__all__ = ["REDUCE_RANGE", "Logits", "explain_export_error", "write_onnx", "export_trace"]
 
 # On x86 without VNNI (AVX2, early AVX512), ONNX Runtime accumulates pairs of 8-bit products in 16 bits, which
 # saturates: logits were off by one half. 7-bit weights cannot saturate, and the file may be used on another machine
@@ -42,7 +42,7 @@ class Logits(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def trace(module: nn.Module, positions: int) -> torch.export.ExportedProgram:
+def export_trace(module: nn.Module, positions: int) -> torch.export.ExportedProgram:
     """Exports a `Logits` with `torch.export`.
 
     Args:
@@ -58,7 +58,9 @@ def trace(module: nn.Module, positions: int) -> torch.export.ExportedProgram:
         return torch.export.export(module, (ids, torch.ones_like(ids)), dynamic_shapes=shapes, **export_options())
 
 
-def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str, ...], *, beside: bool = True) -> None:
+def write_onnx(
+    program: torch.export.ExportedProgram, file: Path, inputs: tuple[str, ...], *, beside: bool = True
+) -> None:
     """Writes a traced graph as ONNX.
 
     Args:
@@ -75,7 +77,7 @@ def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str
                 program, (), dynamo=True, verbose=False, input_names=inputs, output_names=("logits",)
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            unsupported = refused(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
+            unsupported = explain_export_error(error, "onnx", "use --to aoti, which has PyTorch's own, or --to gguf")
             if unsupported is None:
                 raise
             raise unsupported from None
@@ -84,7 +86,7 @@ def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str
     onnx_program.save(file, external_data=beside)
 
 
-def refused(error: BaseException, to: str, alternative: str) -> RunError | None:
+def explain_export_error(error: BaseException, to: str, alternative: str) -> RunError | None:
     """Returns a RunError for the operator that a format lacks; None if the error names no operator.
 
     Args:

@@ -28,20 +28,20 @@ __all__ = [
     "TOLERANCE",
     "Bound",
     "Difference",
-    "bound_of",
+    "choose_bound",
     "compare",
-    "figures",
-    "logits",
+    "build_comparison",
+    "compute_logits",
     "needs_host",
     "refuse_beyond",
-    "rows",
-    "size",
+    "tokenize_samples",
+    "count_bytes",
 ]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Default tolerance: the maximum logit difference relative to the largest logit (or 1 if that is smaller), by the
-dtype of the saved weights. Both sides compute in fp64 or fp32 (`logits`), so only merging and rounding of the weights
-contribute."""
+dtype of the saved weights. Both sides compute in fp64 or fp32 (`compute_logits`), so only merging and rounding of the
+weights contribute."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ EXACT = 1 << 29
 """Largest number of weights that are cast to fp64: 4 GiB."""
 
 
-def rows(tokenizer: PreTrainedTokenizerFast, positions: int, extra: list[int]) -> list[Tensor]:
+def tokenize_samples(tokenizer: PreTrainedTokenizerFast, positions: int, extra: list[int]) -> list[Tensor]:
     """Tokenizes the sample texts, one row [1, n] each; `extra` tokens (added to the model) get their own row."""
     # Models without a limit of positions have 0.
     limit = min(_LENGTH, positions or _LENGTH)
@@ -148,7 +148,7 @@ def rows(tokenizer: PreTrainedTokenizerFast, positions: int, extra: list[int]) -
     return [torch.tensor([row]) for row in encoded if row]
 
 
-def code_in(folder: Path) -> list[str]:
+def note_code(folder: Path) -> list[str]:
     """Returns a note if a written folder contains Python code, which transformers copies from the original model."""
     names = sorted(file.name for file in folder.glob("*.py"))
     return (
@@ -162,7 +162,7 @@ def code_in(folder: Path) -> list[str]:
 
 
 def needs_host(model: PreTrainedModel) -> bool:
-    """Returns True if a GPU cannot hold the model in the precision of `logits`."""
+    """Returns True if a GPU cannot hold the model in the precision of `compute_logits`."""
     parameters = list(model.parameters())
     device = parameters[0].device
     if device.type != "cuda":
@@ -173,7 +173,7 @@ def needs_host(model: PreTrainedModel) -> bool:
     return count * (8 if count <= EXACT else 4) > room
 
 
-def logits(
+def compute_logits(
     model: PreTrainedModel, tokens: list[Tensor], image_rows: Sequence[Mapping[str, Tensor]] = ()
 ) -> list[Tensor]:
     """Computes logits with transformers' own attention; the logits are on the CPU, the model is left in fp32, in place.
@@ -274,12 +274,12 @@ def compare(wanted: list[Tensor], computed: list[Tensor], tokens: Sequence[Tenso
         tokens=positions,
         mean=sum(float(a.sum()) for a in differences) / sum(a.numel() for a in differences),
         agreement=same / positions,
-        perplexity=None if tokens is None else _perplexities(pairs, tokens),
+        perplexity=None if tokens is None else _compute_perplexities(pairs, tokens),
         predicted=sum(row[:, 1:].numel() for row in tokens or ()),
     )
 
 
-def _perplexities(pairs: list[tuple[Tensor, Tensor]], tokens: Sequence[Tensor]) -> tuple[float, float] | None:
+def _compute_perplexities(pairs: list[tuple[Tensor, Tensor]], tokens: Sequence[Tensor]) -> tuple[float, float] | None:
     count = sum(row[:, 1:].numel() for row in tokens)
     if not count:
         return None
@@ -295,12 +295,12 @@ def _perplexities(pairs: list[tuple[Tensor, Tensor]], tokens: Sequence[Tensor]) 
     return math.exp(sums[0] / count), math.exp(sums[1] / count)
 
 
-def bound_of(format: str, dtype: str, tolerance: float | None) -> Bound:
+def choose_bound(format: str, dtype: str, tolerance: float | None) -> Bound:
     """Returns the format's bound for a dtype, or one with the given tolerance only."""
     return BOUNDS[format][dtype] if tolerance is None else Bound(tolerance)
 
 
-def figures(difference: Difference, bound: Bound) -> Comparison:
+def build_comparison(difference: Difference, bound: Bound) -> Comparison:
     """Returns a comparison's figures for a writer's result; `HeldOutText.perplexities` returns the perplexities."""
     return Comparison(
         max_logit_difference=difference.largest,
@@ -318,6 +318,6 @@ def refuse_beyond(difference: Difference, bound: Bound, what: str, hint: str) ->
         raise RunError(f"{what}: its logits differ {excess}; nothing was written; {hint}")
 
 
-def size(folder: Path, name: str = "") -> int:
+def count_bytes(folder: Path, name: str = "") -> int:
     """Returns the bytes of the files of a folder whose names have this prefix."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.name.startswith(name))

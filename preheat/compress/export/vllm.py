@@ -20,7 +20,7 @@ from torch import nn
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
-from preheat.compress.export.merged_model import plain, require
+from preheat.compress.export.merged_model import require, write_plain_model
 from preheat.core.export import ExportResult
 from preheat.errors import RunError
 from preheat.models.hf import head
@@ -52,9 +52,9 @@ def write(
     out = Path(out)
     require_new(out, run)
     require("vllm", "compressed_tensors", extra="compressed-tensors")
-    bound = verify.bound_of("vllm", dtype, tolerance)
+    bound = verify.choose_bound("vllm", dtype, tolerance)
     with NewFolder(out) as folder:
-        with plain(run, folder, base=base) as model:
+        with write_plain_model(run, folder, base=base) as model:
             # The reference logits are those of the fp32 weights, so the comparison includes the rounding to bfloat16.
             total, skipped = pack(model.model.to(torch.bfloat16), 4 if dtype == "int4" else 8, folder)
             for file in model.folder.iterdir():
@@ -66,7 +66,7 @@ def write(
                     (folder / file.name).write_bytes(file.read_bytes())
             # Through compressed-tensors' own decompression, which checks scales and packing.
             reloaded = _load(folder)
-            difference = verify.compare(model.reference_logits, verify.logits(reloaded, model.rows), model.rows)
+            difference = verify.compare(model.reference_logits, verify.compute_logits(reloaded, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype int8, --to hf, or raise --tolerance")
             perplexity = model.held_out_text.by(reloaded, difference)
             notes = list(model.notes)
@@ -77,11 +77,11 @@ def write(
                 )
         summary = ExportResult(
             path=str(out),
-            bytes=verify.size(folder),
+            bytes=verify.count_bytes(folder),
             dtype=dtype,
             merged=model.merged,
-            read_by=model_card.version_of("compressed-tensors"),
-            **vars(verify.figures(difference, bound)),
+            read_by=model_card.find_version("compressed-tensors"),
+            **vars(verify.build_comparison(difference, bound)),
             **vars(perplexity),
             note="; ".join(notes),
         )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from preheat.compress.quantize import High, group_for, quantize_by_inputs
+from preheat.compress.quantize import High, choose_group_size, quantize_by_inputs
 from preheat.compress.registry import Method
 from preheat.core import Change
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from preheat.compress.calibration import Inputs
 
-__all__ = ["Awq", "to_awq"]
+__all__ = ["Awq", "quantize_to_awq"]
 
 
-def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None = None) -> Change:
+def quantize_to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None = None) -> Change:
     """Quantizes the linear maps of a transformers model to four bits by AWQ, in place; the rest to eight.
 
     Args:
@@ -46,7 +46,7 @@ def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None 
     chosen = settings or Awq()
 
     def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
-        group = group_for(name, module, chosen.group, "awq")
+        group = choose_group_size(name, module, chosen.group, "awq")
         # factors: (in)
         groups, factors = quantize_awq(map_weight(module), inputs.gram, group, symmetric=chosen.symmetric)
         return Int4Linear.of(module, groups, input_scales=factors)
@@ -66,4 +66,4 @@ class Awq(High, Method):
     """Scale only; if false, each group also has a zero point (as many bits as the scale)."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_awq(model, rows, self)
+        return quantize_to_awq(model, rows, self)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from preheat.compress.quantize import High, group_for, keep_high, weights_and_bits
+from preheat.compress.quantize import High, choose_group_size, count_weights_and_bits, keep_high
 from preheat.compress.registry import Method
 from preheat.core import Change
 from preheat.errors import RecipeError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["BitBudget", "sensitivity", "spend_bits"]
+__all__ = ["BitBudget", "estimate_sensitivity", "spend_bits"]
 
 # In ascending order of bits.
 CHOICES = ("int4 in groups of 128", "int4 in groups of 32", "int4 in groups of 32 with zeros", "int8", "bf16")
@@ -36,7 +36,7 @@ CHOICES = ("int4 in groups of 128", "int4 in groups of 32", "int4 in groups of 3
 _TOKENS = 2048  # per backward pass
 
 
-def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
+def _choose_grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     """Returns the group size and symmetry of one of the four-bit choices."""
     from preheat.ops.quantization.grids import nearest_divisor
     from preheat.ops.quantization.linear import map_weight
@@ -44,10 +44,10 @@ def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     if choice == CHOICES[0]:
         # The divisor of the inputs nearest to 128.
         return nearest_divisor(map_weight(module).shape[1], 128), True
-    return group_for(name, module, "auto", "bit_budget"), choice == CHOICES[1]
+    return choose_group_size(name, module, "auto", "bit_budget"), choice == CHOICES[1]
 
 
-def _quantized(name: str, module: nn.Module, choice: str) -> nn.Module:
+def _quantize_map(name: str, module: nn.Module, choice: str) -> nn.Module:
     """Returns the map quantized as one of the choices; the map itself for bf16."""
     from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
@@ -55,11 +55,11 @@ def _quantized(name: str, module: nn.Module, choice: str) -> nn.Module:
         return module
     if choice == "int8":
         return Int8Linear.of(module)
-    group, symmetric = _grid(name, module, choice)
+    group, symmetric = _choose_grid(name, module, choice)
     return Int4Linear.of(module, group=group, symmetric=symmetric)
 
 
-def sensitivity(
+def estimate_sensitivity(
     model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor], choices: Sequence[str] = CHOICES
 ) -> dict[str, list[float]]:
     """Estimates the rise of the mean loss per token for each choice of each map, in nats, to second order.
@@ -93,7 +93,7 @@ def sensitivity(
                 for n, choice in enumerate(choices):
                     # dW of this choice. Its effect on the loss is measured with the gradient of the map's output
                     # (tokens, out).
-                    change = map_weight(_quantized(name, module, choice)).detach() - weight
+                    change = map_weight(_quantize_map(name, module, choice)).detach() - weight
                     # The unquantized map is in fp32 here, and is written in bf16.
                     if choice == "bf16":
                         change = weight.bfloat16().float() - weight
@@ -140,7 +140,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
         >>> spend_bits(model, rows, BitBudget(bits=5))                                              # doctest: +SKIP
     """
     from preheat.compress.calibration import require_rows, walk
-    from preheat.compress.quantize import chosen_maps
+    from preheat.compress.quantize import choose_maps
     from preheat.ops.quantization.awq_gptq import quantize_gptq
     from preheat.ops.quantization.bit_allocation import allocate_bits
     from preheat.ops.quantization.linear import Int4Linear, map_weight
@@ -148,11 +148,11 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
 
     chosen = settings or BitBudget()
     require_rows(rows)
-    maps, excluded = chosen_maps(model, chosen, "bit_budget")
+    maps, excluded = choose_maps(model, chosen, "bit_budget")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     # On the model before any map is changed: all predictions have the same reference.
-    rises = sensitivity(model, maps, rows[: chosen.rows])
-    sizes = {name: [_bits(name, module, choice) for choice in CHOICES] for name, module in maps.items()}
+    rises = estimate_sensitivity(model, maps, rows[: chosen.rows])
+    sizes = {name: [_count_bits(name, module, choice) for choice in CHOICES] for name, module in maps.items()}
     weights = sum(map_weight(module).numel() for module in maps.values())
     # Minimizes the sum of the predicted rises subject to the sum of the bits.
     try:
@@ -166,7 +166,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     plan = {name: CHOICES[n] for name, n in zip(maps, numbers, strict=True)}
     predicted = sum(rises[name][n] for name, n in zip(maps, numbers, strict=True))
     # For the measured rise; after this point the maps are replaced.
-    before = _loss(model, rows[: chosen.rows])
+    before = _compute_loss(model, rows[: chosen.rows])
     if chosen.rounding == "gptq":
         # Layer by layer, so that GPTQ sees inputs that come out of the quantized layers before it.
         for layer in walk(model, rows):
@@ -174,9 +174,9 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
             # Only four-bit maps need input statistics.
             inputs = layer.inputs({name: m for name, m in layer_maps.items() if plan[name].startswith("int4")})
             for name, module in layer_maps.items():
-                replacement = _quantized(name, module, plan[name])
+                replacement = _quantize_map(name, module, plan[name])
                 if name in inputs:
-                    group, symmetric = _grid(name, module, plan[name])
+                    group, symmetric = _choose_grid(name, module, plan[name])
                     replacement = Int4Linear.of(
                         module, quantize_gptq(map_weight(module), inputs[name].gram, group, symmetric=symmetric)
                     )
@@ -184,24 +184,24 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
                     put_in(model, name, replacement)
     for name, module in maps.items():  # all maps if rounding to nearest; with GPTQ those outside the layers
         if plan[name] != "bf16" and model.get_submodule(name) is module:
-            put_in(model, name, _quantized(name, module, plan[name]))
-    measured = _loss(model, rows[: chosen.rows]) - before
+            put_in(model, name, _quantize_map(name, module, plan[name]))
+    measured = _compute_loss(model, rows[: chosen.rows]) - before
     keep_high(model, excluded, chosen.high, tied=tied)
     choices = "; ".join(f"{name}: {choice}" for name, choice in plan.items())
-    return Change(_words(model, plan, predicted, measured, chosen), len(maps), detail=f"By map: {choices}")
+    return Change(_describe_choices(model, plan, predicted, measured, chosen), len(maps), detail=f"By map: {choices}")
 
 
-def _bits(name: str, module: nn.Module, choice: str) -> float:
+def _count_bits(name: str, module: nn.Module, choice: str) -> float:
     from preheat.ops.quantization.linear import map_weight
 
     if choice == "bf16":
         return 16.0 * map_weight(module).numel()
-    quantized = _quantized(name, module, choice)
+    quantized = _quantize_map(name, module, choice)
     # Scales and zeros count; a bias is the same in all choices.
     return float(sum(8 * p.nbytes for key, p in quantized.named_parameters() if key != "bias"))
 
 
-def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
+def _compute_loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """Returns the mean loss per token."""
     import torch
 
@@ -218,8 +218,10 @@ def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     return total / count
 
 
-def _words(model: PreTrainedModel, plan: dict[str, str], predicted: float, measured: float, settings: BitBudget) -> str:
-    weights, bits = weights_and_bits(model, list(plan))
+def _describe_choices(
+    model: PreTrainedModel, plan: dict[str, str], predicted: float, measured: float, settings: BitBudget
+) -> str:
+    weights, bits = count_weights_and_bits(model, list(plan))
     by_choice = {choice: [name for name in plan if plan[name] == choice] for choice in CHOICES}
     counts = "; ".join(f"{len(names)} in {choice}" for choice, names in by_choice.items() if names)
     return (

@@ -67,9 +67,9 @@ def prune_depth(
         raise RecipeError(f"layers: {layers:g} keeps all {count} layers; {(count - 1) / count:.3g} removes one")
     # Higher is more important for both: a large rotation, or a large loss without the layer.
     scores = (
-        structured_pruning.influences(model, rows)
+        structured_pruning.compute_influences(model, rows)
         if by == "influence"
-        else structured_pruning.losses_without(model, rows)
+        else structured_pruning.compute_losses_without(model, rows)
     )
     remaining = find_highest(scores, wanted)
     before = model.num_parameters()

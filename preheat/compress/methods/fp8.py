@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Fp8", "to_fp8"]
+__all__ = ["Fp8", "quantize_to_fp8"]
 
 _FIRST = (8, 9)  # lowest compute capability with fp8 matmuls (Ada)
 
 
-def to_fp8(model: PreTrainedModel, settings: High | None = None) -> Change:
+def quantize_to_fp8(model: PreTrainedModel, settings: High | None = None) -> Change:
     """Quantizes the linear maps of a transformers model to eight-bit floats, in place.
 
     Example:
@@ -57,4 +57,4 @@ class Fp8(High, Method):
         return problems
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_fp8(model, self)
+        return quantize_to_fp8(model, self)

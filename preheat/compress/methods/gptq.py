@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from preheat.compress.quantize import High, group_for, quantize_by_inputs
+from preheat.compress.quantize import High, choose_group_size, quantize_by_inputs
 from preheat.compress.registry import Method
 from preheat.core import Change
 from preheat.recipe import Positive
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from preheat.compress.calibration import Inputs
 
-__all__ = ["Gptq", "to_gptq"]
+__all__ = ["Gptq", "quantize_to_gptq"]
 
 
-def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | None = None) -> Change:
+def quantize_to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | None = None) -> Change:
     """Quantizes the linear maps of a transformers model to four bits by GPTQ, in place; the rest to eight.
 
     Args:
@@ -46,7 +46,7 @@ def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | Non
     chosen = settings or Gptq()
 
     def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
-        group = group_for(name, module, chosen.group, "gptq")
+        group = choose_group_size(name, module, chosen.group, "gptq")
         # (out, in); the Gram matrix of the inputs is (in, in).
         weight = map_weight(module)
         return Int4Linear.of(
@@ -70,4 +70,4 @@ class Gptq(High, Method):
     """Added to the diagonal of the inputs' Gram matrix, as a share of its mean."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_gptq(model, rows, self)
+        return quantize_to_gptq(model, rows, self)

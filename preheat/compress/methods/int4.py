@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from preheat.compress.quantize import High, group_for, quantize
+from preheat.compress.quantize import High, choose_group_size, quantize
 from preheat.compress.registry import Method
 from preheat.core import Change
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["Int4", "to_int4"]
+__all__ = ["Int4", "quantize_to_int4"]
 
 
-def to_int4(model: PreTrainedModel, settings: Int4 | None = None) -> Change:
+def quantize_to_int4(model: PreTrainedModel, settings: Int4 | None = None) -> Change:
     """Quantizes the linear maps of a transformers model to four bits, in place; the rest to eight.
 
     Raises:
@@ -40,7 +40,7 @@ def to_int4(model: PreTrainedModel, settings: Int4 | None = None) -> Change:
     chosen = settings or Int4()
 
     def make(name: str, module: nn.Module) -> nn.Module:
-        group = group_for(name, module, chosen.group, "int4")
+        group = choose_group_size(name, module, chosen.group, "int4")
         # Dynamic: each token's scale is computed at run time.
         inputs = "dynamic" if chosen.inputs == "int8" else None
         return Int4Linear.of(module, group=group, symmetric=chosen.symmetric, inputs=inputs)
@@ -65,4 +65,4 @@ class Int4(High, Method):
     """int8: inputs are rounded to eight bits, with a scale for each token."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_int4(model, self)
+        return quantize_to_int4(model, self)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Int8", "to_int8"]
+__all__ = ["Int8", "quantize_to_int8"]
 
 
-def to_int8(model: PreTrainedModel, settings: High | None = None) -> Change:
+def quantize_to_int8(model: PreTrainedModel, settings: High | None = None) -> Change:
     """Quantizes the linear maps and the embedding of a transformers model to eight bits, in place.
 
     Example:
@@ -49,4 +49,4 @@ class Int8(High, Method):
     whole names."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_int8(model, self)
+        return quantize_to_int8(model, self)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Int8Dynamic", "to_int8_dynamic"]
+__all__ = ["Int8Dynamic", "quantize_to_int8_dynamic"]
 
 
-def to_int8_dynamic(model: PreTrainedModel, settings: High | None = None) -> Change:
+def quantize_to_int8_dynamic(model: PreTrainedModel, settings: High | None = None) -> Change:
     """Makes the linear maps of a transformers model multiply in eight-bit integers, in place.
 
     Example:
@@ -46,4 +46,4 @@ def to_int8_dynamic(model: PreTrainedModel, settings: High | None = None) -> Cha
 @dataclass(frozen=True, kw_only=True)
 class Int8Dynamic(High, Method):
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_int8_dynamic(model, self)
+        return quantize_to_int8_dynamic(model, self)

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
     from preheat.compress.calibration import Inputs
 
-__all__ = ["Int8Static", "to_int8_static"]
+__all__ = ["Int8Static", "quantize_to_int8_static"]
 
 
-def to_int8_static(model: PreTrainedModel, rows: Sequence[Tensor], settings: Int8Static | None = None) -> Change:
+def quantize_to_int8_static(
+    model: PreTrainedModel, rows: Sequence[Tensor], settings: Int8Static | None = None
+) -> Change:
     """Makes the linear maps of a transformers model multiply in eight-bit integers with static scales, in place.
 
     Args:
@@ -62,4 +64,4 @@ class Int8Static(High, Method):
     """How much of the outliers moves into the weight: 0: nothing, 1: all."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_int8_static(model, rows, self)
+        return quantize_to_int8_static(model, rows, self)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.compress.quantize import High, chosen_maps, describe_precision, group_for, keep_high
+from preheat.compress.quantize import High, choose_group_size, choose_maps, describe_precision, keep_high
 from preheat.compress.registry import Method
 from preheat.core import Change, ModelFacts
 
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["LlmCompressor", "by_llm_compressor"]
+__all__ = ["LlmCompressor", "quantize_by_llm_compressor"]
 
 
-def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: LlmCompressor | None = None) -> Change:
+def quantize_by_llm_compressor(
+    model: PreTrainedModel, rows: Sequence[Tensor], settings: LlmCompressor | None = None
+) -> Change:
     """Quantizes the linear maps of a transformers model by llm-compressor, in place; the rest to eight bits.
 
     Args:
@@ -46,10 +48,13 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     from preheat.ops.quantization.serialization import put_in
 
     chosen = settings or LlmCompressor()
-    maps, excluded = chosen_maps(model, chosen, "llm_compressor")
+    maps, excluded = choose_maps(model, chosen, "llm_compressor")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     # None: one scale per output.
-    groups = {n: group_for(n, m, chosen.group, "llm_compressor") if chosen.bits == 4 else None for n, m in maps.items()}
+    groups = {
+        n: choose_group_size(n, m, chosen.group, "llm_compressor") if chosen.bits == 4 else None
+        for n, m in maps.items()
+    }
     request: QuantizationRequest = {"by": chosen.by, "bits": chosen.bits, "maps": groups}
     result = run(model, rows, request, chosen.python)
     # All maps are present, or `run` has raised.
@@ -75,10 +80,10 @@ class LlmCompressor(High, Method):
     """Python of the environment with llm-compressor; default: $PREHEAT_LLM_COMPRESSOR."""
 
     def check(self, model: ModelFacts) -> list[str]:
-        from preheat.compress.llm_compressor import python_of
+        from preheat.compress.llm_compressor import find_python
 
-        why = python_of(self.python)[1]  # fail before other methods have run for minutes
+        why = find_python(self.python)[1]  # fail before other methods have run for minutes
         return [*super().check(model), *([why] if why else [])]
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return by_llm_compressor(model, rows, self)
+        return quantize_by_llm_compressor(model, rows, self)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["ShapeSearch", "prune_by_lottery"]
+__all__ = ["ShapeSearch", "prune_by_shape_search"]
 
 
-def prune_by_lottery(
+def prune_by_shape_search(
     model: PreTrainedModel,
     rows: Sequence[Tensor],
     *,
@@ -73,7 +73,9 @@ def prune_by_lottery(
         model, parameters=parameters or None, draws=draws, smallest=smallest, multiple=multiple, seed=seed
     )
     if not drawn:
-        least = slicing.build_parameter_counter(model)(shape_sampling.least(model, smallest, multiple)) / before
+        least = (
+            slicing.build_parameter_counter(model)(shape_sampling.smallest_sizes(model, smallest, multiple)) / before
+        )
         raise RecipeError(
             f"parameters: {parameters:g} is met by no shape that keeps {smallest:g} of each kind: the "
             f"smallest has {least:.2f} of the parameters; "
@@ -84,10 +86,10 @@ def prune_by_lottery(
     candidates: list[tuple[float, int, slicing.Sizes]] = []
     times: list[float] = []
     for sizes in drawn:
-        smaller = structured_pruning.pruned(model, importance, sizes, refit=refit)
+        smaller = structured_pruning.build_pruned(model, importance, sizes, refit=refit)
         # Before the loss, which takes longer.
         if latency:
-            times.append(shape_sampling.relative_time(smaller, model, rows))
+            times.append(shape_sampling.measure_relative_time(smaller, model, rows))
             if times[-1] > latency:
                 continue
         with plain_forward(smaller):
@@ -101,7 +103,7 @@ def prune_by_lottery(
         )
     best, _, sizes = min(candidates)
     # Cut again, because keeping every candidate would take their memory together.
-    slicing.replace_in_place(model, structured_pruning.pruned(model, importance, sizes, refit=refit))
+    slicing.replace_in_place(model, structured_pruning.build_pruned(model, importance, sizes, refit=refit))
     after = model.num_parameters()
     result = (
         f"the best of {len(candidates)} shapes by loss over {len(rows)} sequences: {best:.3f} (the worst "
@@ -150,7 +152,7 @@ class ShapeSearch(Method):
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(
-            *prune_by_lottery(
+            *prune_by_shape_search(
                 model,
                 rows,
                 parameters=self.parameters,

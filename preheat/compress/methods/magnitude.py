@@ -52,12 +52,12 @@ def prune_by_magnitude(
     from preheat.compress import unstructured_pruning
     from preheat.models.layerwise import matrix
 
-    maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
+    maps = unstructured_pruning.find_maps_to_prune(model, keep=keep, pattern=pattern)
     for module in maps.values():
         weight = matrix(module)
         # Over the whole map, as the one threshold per layer of Han et al.
         unstructured_pruning.zero_lowest(weight, weight.abs(), sparsity, pattern, by_row=False)
-    return unstructured_pruning.summary(maps, pattern), len(maps)
+    return unstructured_pruning.summarize_zeros(maps, pattern), len(maps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +70,14 @@ class Magnitude(Method):
     """Linear maps to leave unchanged: a regular expression for their whole names."""
 
     def check(self, model: ModelFacts) -> list[str]:
-        from preheat.compress.unstructured_pruning import problems
+        from preheat.compress.unstructured_pruning import find_problems
 
-        return problems(self.sparsity, self.pattern, model)
+        return find_problems(self.sparsity, self.pattern, model)
 
     def require(self, model: PreTrainedModel) -> None:
-        from preheat.compress.unstructured_pruning import maps_to_prune
+        from preheat.compress.unstructured_pruning import find_maps_to_prune
 
-        maps_to_prune(model, keep=self.keep, pattern=self.pattern)
+        find_maps_to_prune(model, keep=self.keep, pattern=self.pattern)
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(*prune_by_magnitude(model, sparsity=self.sparsity, pattern=self.pattern, keep=self.keep))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from preheat.compress.quantize import High, chosen_maps, describe_precision, keep_high
+from preheat.compress.quantize import High, choose_maps, describe_precision, keep_high
 from preheat.compress.registry import Method
 from preheat.core import Change
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Nf4", "to_nf4"]
+__all__ = ["Nf4", "quantize_to_nf4"]
 
 
-def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
+def quantize_to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
     """Quantizes the linear maps of a transformers model to NF4, in place; the rest to eight bits.
 
     Example:
@@ -33,7 +33,7 @@ def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
     from preheat.ops.quantization.nf4 import pack_
 
     settings = settings or Nf4()
-    chosen, excluded = chosen_maps(model, settings, "nf4")
+    chosen, excluded = choose_maps(model, settings, "nf4")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     # Replaces the weights inside the modules, which keep their names.
     pack_(list(chosen.values()), double=settings.double_quantization)
@@ -47,4 +47,4 @@ class Nf4(High, Method):
     """Quantize the scales too: 4.13 bits a weight instead of 4.5."""
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
-        return to_nf4(model, self)
+        return quantize_to_nf4(model, self)

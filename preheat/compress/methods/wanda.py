@@ -59,7 +59,7 @@ def prune_by_wanda(
     from preheat.ops.pruning_scores import score_wanda
 
     require_rows(rows, "wanda")
-    maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
+    maps = unstructured_pruning.find_maps_to_prune(model, keep=keep, pattern=pattern)
 
     def accumulate(squares: Tensor) -> Callable[[Tensor, Tensor], None]:
         # (in): sum of squares of each input over all tokens
@@ -80,7 +80,7 @@ def prune_by_wanda(
                 weight = matrix(module)
                 # By row: the score compares weights of one output only (Sun et al., section 3).
                 unstructured_pruning.zero_lowest(weight, score_wanda(weight, own), sparsity, pattern, by_row=True)
-    return unstructured_pruning.summary(maps, pattern), len(maps)
+    return unstructured_pruning.summarize_zeros(maps, pattern), len(maps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +95,14 @@ class Wanda(Method):
     """Linear maps to leave unchanged: a regular expression for their whole names."""
 
     def check(self, model: ModelFacts) -> list[str]:
-        from preheat.compress.unstructured_pruning import problems
+        from preheat.compress.unstructured_pruning import find_problems
 
-        return problems(self.sparsity, self.pattern, model)
+        return find_problems(self.sparsity, self.pattern, model)
 
     def require(self, model: PreTrainedModel) -> None:
-        from preheat.compress.unstructured_pruning import maps_to_prune
+        from preheat.compress.unstructured_pruning import find_maps_to_prune
 
-        maps_to_prune(model, keep=self.keep, pattern=self.pattern)
+        find_maps_to_prune(model, keep=self.keep, pattern=self.pattern)
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(*prune_by_wanda(model, rows, sparsity=self.sparsity, pattern=self.pattern, keep=self.keep))

@@ -72,7 +72,7 @@ def prune_width(
 
     require_rows(rows, "width")
     current = slicing.sizes_of(model.config)
-    wanted = structured_pruning.sizes_for_fractions(
+    wanted = structured_pruning.choose_sizes(
         current, model.config, heads=heads, channels=channels, hidden=hidden, multiple=multiple
     )
     # Rounding to groups and multiples may undo a fraction near 1.
@@ -83,7 +83,7 @@ def prune_width(
         )
     before, importance = model.num_parameters(), structured_pruning.measure(model, rows, products=refit)
     # In place, because callers have references to the model.
-    slicing.replace_in_place(model, structured_pruning.pruned(model, importance, wanted, refit=refit))
+    slicing.replace_in_place(model, structured_pruning.build_pruned(model, importance, wanted, refit=refit))
     after = model.num_parameters()
     return structured_pruning.describe_change(current, wanted, before, after), before - after
 

@@ -20,7 +20,7 @@ from preheat.errors import DataError
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PretrainedConfig
 
-__all__ = ["Images", "calibration", "read_folder"]
+__all__ = ["Images", "sample_calibration", "read_folder"]
 
 KEPT = 1 << 30  # bytes
 _KINDS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -56,7 +56,7 @@ class Images:
         Raises:
             DataError: a file is no image, or one that the processor cannot resize.
         """
-        return torch.stack([self._one(self.files[n]) for n in numbers])
+        return torch.stack([self._load_image(self.files[n]) for n in numbers])
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields all images in order: (pixels, labels)."""
@@ -68,7 +68,7 @@ class Images:
         """Returns the subset with these indices; decoded images are shared."""
         return replace(self, files=tuple(self.files[n] for n in numbers), labels=self.labels[list(numbers)])
 
-    def _one(self, file: Path) -> Tensor:
+    def _load_image(self, file: Path) -> Tensor:
         if (cached := self._decoded.get(file)) is not None:
             return cached
         from PIL import Image, UnidentifiedImageError
@@ -122,8 +122,8 @@ def read_folder(
             f"--data {root}: the model reads {config.num_channels} channels, and images are read with 3 or 1"
         )
 
-    def images(by_class: dict[str, list[Path]]) -> Images:
-        rows = _rows_of(by_class, config, root)
+    def load_images(by_class: dict[str, list[Path]]) -> Images:
+        rows = _index_classes(by_class, config, root)
         files = [(file, rows[name]) for name, class_files in by_class.items() for file in class_files]
         return Images(tuple(file for file, _ in files), torch.tensor([row for _, row in files]), processor, mode)
 
@@ -135,19 +135,19 @@ def read_folder(
                 f"--data {root}: has train and none of {', '.join(_HELD_OUT)} to measure on; add one, or "
                 "leave train out"
             )
-        return images(_listed(root / "train")), images(_listed(root / split))
+        return load_images(_list_files(root / "train")), load_images(_list_files(root / split))
     train, validation, rng = {}, {}, random.Random(seed)
-    for name, files in _listed(root).items():
+    for name, files in _list_files(root).items():
         if len(files) < 2:
             raise DataError(f"--data {root / name}: has one image, and one has to be held out; add some")
         # Per class, so that both parts have every class.
         rng.shuffle(files)
         count = min(max(1, round(held_out * len(files))), len(files) - 1)
         validation[name], train[name] = files[:count], files[count:]
-    return images(train), images(validation)
+    return load_images(train), load_images(validation)
 
 
-def _listed(root: Path) -> dict[str, list[Path]]:
+def _list_files(root: Path) -> dict[str, list[Path]]:
     """Returns the files per class, both in alphabetical order."""
     files = {}
     for folder in sorted(p for p in root.iterdir() if p.is_dir()):
@@ -163,7 +163,7 @@ def _listed(root: Path) -> dict[str, list[Path]]:
     return files
 
 
-def _rows_of(by_class: dict[str, list[Path]], config: PretrainedConfig, root: Path) -> dict[str, int]:
+def _index_classes(by_class: dict[str, list[Path]], config: PretrainedConfig, root: Path) -> dict[str, int]:
     """Returns the row of the head for each class."""
     known = {str(name): int(row) for name, row in config.label2id.items()}
     # Default names: the head was never named, so any classes fit it.
@@ -180,7 +180,7 @@ def _rows_of(by_class: dict[str, list[Path]], config: PretrainedConfig, root: Pa
     return known
 
 
-def calibration(images: Images, count: int = 128, *, seed: int = 0) -> Images:
+def sample_calibration(images: Images, count: int = 128, *, seed: int = 0) -> Images:
     """Returns a random subset of the images for calibration.
 
     Raises:

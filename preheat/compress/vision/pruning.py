@@ -28,10 +28,10 @@ from preheat.ops.pruning_scores import find_highest, refit, score_contribution, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["narrower"]
+__all__ = ["build_narrower"]
 
 
-def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float) -> tuple[PreTrainedModel, str]:
+def build_narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float) -> tuple[PreTrainedModel, str]:
     """Returns a new model with a fraction of the channels inside each inverted residual block; `model` is only set to
     eval mode.
 

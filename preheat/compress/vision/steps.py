@@ -26,16 +26,16 @@ from torch import Tensor
 from preheat import recipe as recipes
 from preheat.compress import compress, model_card
 from preheat.compress.atomic_folder import NewFolder
-from preheat.compress.chain import START, Chain, Step, Steps, located
+from preheat.compress.chain import START, Chain, Step, Steps, add_location
 from preheat.compress.compress import Say
 from preheat.compress.export import image_classifier, verify
 from preheat.compress.export.merged_model import require
 from preheat.compress.export.registry import require_settings
-from preheat.compress.latency import in_turns
-from preheat.compress.save_load import weight_bytes
+from preheat.compress.latency import call_in_turns
+from preheat.compress.save_load import count_weight_bytes
 from preheat.compress.vision import training
-from preheat.compress.vision.image_folder import calibration, read_folder
-from preheat.compress.vision.pruning import narrower
+from preheat.compress.vision.image_folder import read_folder, sample_calibration
+from preheat.compress.vision.pruning import build_narrower
 from preheat.core.compression import ImageFigures, ImageQuality, ImageResult, ImageStep, LogitDifference
 from preheat.errors import RecipeError, RunError, suggest_nearest
 from preheat.files import write_user_file
@@ -65,11 +65,11 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         self._model, self._processor = open_classifier(source), open_processor(source)
         # All steps are checked before any work, so that a typing error in the last one costs nothing.
         for step, place in zip(chain.steps, chain.locations, strict=True):
-            with located(place):
+            with add_location(place):
                 _require(step, source, self._model)
         say("reading images")
         self._train, self._held_out = read_folder(data, self._processor, self._model.config, seed=seed)
-        self._calibration = calibration(self._train, seed=seed)
+        self._calibration = sample_calibration(self._train, seed=seed)
         self._data = (
             f"{Path(data).resolve().name}: {len(self._train):,} images to train on, {len(self._calibration)} of them "
             f"to calibrate, {len(self._held_out):,} held out"
@@ -80,15 +80,15 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         self._bytes = 0
         self._difference: LogitDifference | None = None
         self._logits = torch.empty(0)
-        self._scorer: image_classifier.Scorer = _eager(self._model)
+        self._scorer: image_classifier.Scorer = _load_eager(self._model)
 
     def begin(self) -> image_classifier.Scorer:
         # Logits of the original model, which every later step is compared with.
-        self._original = training.all_scores(self._model, self._held_out)
+        self._original = training.compute_all_scores(self._model, self._held_out)
         self._before = ImageQuality(
             **training.measure(self._original, self._held_out.labels),
             parameters=self._model.num_parameters(),
-            bytes=weight_bytes(self._source),
+            bytes=count_weight_bytes(self._source),
         )
         return self._scorer
 
@@ -102,14 +102,14 @@ class ImageSteps(Steps[image_classifier.Scorer]):
     def compress(self, step: Step, number: int) -> tuple[str, str]:
         # A generator: only one batch of images is in memory.
         pixels = (pixels for pixels, _ in self._calibration.batches(32))
-        self._model, what = narrower(self._model, pixels, _share(step))
+        self._model, what = build_narrower(self._model, pixels, _kept_fraction(step))
         training.settle_norms(self._model, self._train)
-        return self._written(step, number), what
+        return self._write_model(step, number), what
 
     def train(self, step: Step, number: int) -> tuple[str, str]:
         assert step.train is not None
         settings = {_SETTINGS[key]: value for key, value in step.settings.items()}
-        teacher = _teacher(step, self._source, self._model)
+        teacher = _open_teacher(step, self._source, self._model)
         settings.setdefault("lr", step.rate * training.LR)
         # Each training step of the chain draws its own order of images.
         seed = self._seed + number
@@ -125,14 +125,14 @@ class ImageSteps(Steps[image_classifier.Scorer]):
                 f"; {teacher.mixture:.0%} of it from a teacher of {count:,} parameters at temperature "
                 f"{teacher.temperature:g}"
             )
-        return self._written(step, number), what
+        return self._write_model(step, number), what
 
     def export(self, step: Step, number: int) -> tuple[str, str]:
-        name, images = self._name(step, number), self._calibration
+        name, images = self._name_step(step, number), self._calibration
         kind, tolerance = step.settings.get("dtype", "float32"), step.settings.get("tolerance")
         write, open_file = {
-            "onnx": (image_classifier.to_onnx, image_classifier.open_onnx),
-            "executorch": (image_classifier.to_executorch, image_classifier.open_executorch),
+            "onnx": (image_classifier.write_onnx, image_classifier.open_onnx),
+            "executorch": (image_classifier.write_executorch, image_classifier.open_executorch),
         }[str(step.export)]
         with NewFolder(self._out / name) as folder:
             file = folder / _FILES[str(step.export)]
@@ -153,28 +153,28 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         )
         return name, f"{step.export} in {kind}" + (f", ranges from {len(images)} images" if kind == "int8" else "")
 
-    def _name(self, step: Step, number: int) -> str:
+    def _name_step(self, step: Step, number: int) -> str:
         return f"{number}-{self.label(step).replace(' + ', '-').replace(' ', '-')}"
 
-    def _written(self, step: Step, number: int) -> str:
+    def _write_model(self, step: Step, number: int) -> str:
         """Writes the model and checks it by loading it again; the next step starts from the loaded one."""
-        name = self._name(step, number)
+        name = self._name_step(step, number)
         out = self._out / name
-        expected = training.all_scores(self._model, self._held_out)
+        expected = training.compute_all_scores(self._model, self._held_out)
         with NewFolder(out) as folder:
             self._model.save_pretrained(folder)
             self._processor.save_pretrained(folder)
             self._model = open_classifier(folder)
-            self._logits = training.all_scores(self._model, self._held_out)
+            self._logits = training.compute_all_scores(self._model, self._held_out)
             # Equal up to rounding: the alignment of loaded weights may change a convolution's order of summation.
             if not torch.allclose(expected, self._logits, rtol=1e-3, atol=1e-4):
                 raise RunError(
                     f"{out}: read back, the written model gives other scores than in memory (by "
                     f"{(expected - self._logits).abs().max():.2g})"
                 )
-            self._bytes = weight_bytes(folder)
+            self._bytes = count_weight_bytes(folder)
         self._difference = None
-        self._scorer = _eager(self._model)
+        self._scorer = _load_eager(self._model)
         return name
 
     def measure(self, step: Step, name: str, what: str) -> image_classifier.Scorer:
@@ -193,7 +193,9 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         # Values do not change the time, so one image serves all.
         image = self._held_out.pixels([0])
         # In turns, so that the machine's load affects all models alike.
-        timings = in_turns({name: partial(_milliseconds, scorer, image) for name, scorer in models.items()}, turns)
+        timings = call_in_turns(
+            {name: partial(_measure_milliseconds, scorer, image) for name, scorer in models.items()}, turns
+        )
         times = {name: statistics.median(milliseconds) for name, milliseconds in timings.items()}
         steps = [
             ImageStep(
@@ -216,7 +218,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         )
         # Cards contain the times of all steps, so they are written at the end.
         for number, step in enumerate(steps):
-            text = model_card.of_image_step(result, number, self._out / step.name)
+            text = model_card.render_image_card(result, number, self._out / step.name)
             write_user_file(self._out / step.name / "README.md", text, fix="free disk space")
         return result
 
@@ -235,7 +237,7 @@ class _Untimed:
 def _require(step: Step, start: Path, model: PreTrainedModel) -> None:
     """Checks a step before any work is done."""
     if step.compress is not None:
-        _share(step)
+        _kept_fraction(step)
     elif step.export is not None:
         if step.export not in _FILES:
             raise RecipeError(f"export to {step.export}: image classifiers go to {' and '.join(_FILES)}")
@@ -265,17 +267,17 @@ def _require(step: Step, start: Path, model: PreTrainedModel) -> None:
             recipes.override(
                 Recipe(stop=Stop(max_steps=1)), f"{key}={json.dumps(value, default=str)}", where="settings"
             )
-        _teacher(step, start, model)
+        _open_teacher(step, start, model)
 
 
-def _share(step: Step) -> float:
+def _kept_fraction(step: Step) -> float:
     """Returns the fraction of the channels to keep."""
     if step.compress != "width":
         raise RecipeError(
             f"compress: {step.compress}: for image classifiers there is width; 8 bits are a dtype of their exports"
         )
     # Validates the types of the settings; the method itself is for language models.
-    compress.made_of("width", step.settings)
+    compress.build_variant("width", step.settings)
     if strange := sorted(step.settings.keys() - {"channels"}):
         raise RecipeError(f"width has no setting '{strange[0]}' for an image classifier; it has channels")
     if not 0 < (share := step.settings.get("channels", 1.0)) < 1:
@@ -283,7 +285,7 @@ def _share(step: Step) -> float:
     return float(share)
 
 
-def _teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil | None:
+def _open_teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil | None:
     """Opens the step's teacher.
 
     Raises:
@@ -321,7 +323,7 @@ def _teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil
     return training.Distil(**{**settings, "teacher": teacher})
 
 
-def _eager(model: PreTrainedModel) -> image_classifier.Scorer:
+def _load_eager(model: PreTrainedModel) -> image_classifier.Scorer:
     def run(pixels: Tensor) -> Tensor:
         with torch.no_grad():
             return compute_scores(model, pixels)
@@ -329,7 +331,7 @@ def _eager(model: PreTrainedModel) -> image_classifier.Scorer:
     return run
 
 
-def _milliseconds(scorer: image_classifier.Scorer, image: Tensor) -> float:
+def _measure_milliseconds(scorer: image_classifier.Scorer, image: Tensor) -> float:
     start = time.perf_counter()
     scorer(image)
     return 1e3 * (time.perf_counter() - start)

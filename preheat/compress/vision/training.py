@@ -18,7 +18,7 @@ from preheat.models.image_classifiers import compute_scores
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Distil", "all_scores", "measure", "settle_norms", "train"]
+__all__ = ["Distil", "compute_all_scores", "measure", "settle_norms", "train"]
 
 LR = 4e-3
 """Peak learning rate of AdamW, for training from scratch."""
@@ -101,7 +101,7 @@ def train(
                 loss = row_loss(logits, labels, teacher_logits).mean()
             loss.backward()  # type: ignore[no-untyped-call]
             for group in optimizer.param_groups:
-                group["lr"] = lr * _share(step, steps)
+                group["lr"] = lr * _schedule_factor(step, steps)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -116,7 +116,7 @@ def train(
     return sum(last) / len(last)
 
 
-def _share(step: int, steps: int) -> float:
+def _schedule_factor(step: int, steps: int) -> float:
     """Returns the learning rate of a step as a fraction of its peak."""
     warm = max(1, steps // 20)
     # Linear to 1, then 0.5 (1 + cos(pi t)) with t from 0 to 1.
@@ -149,7 +149,7 @@ def settle_norms(model: nn.Module, images: Images, *, batch: int = 64) -> None:
     model.eval()
 
 
-def all_scores(model: PreTrainedModel, images: Images) -> Tensor:
+def compute_all_scores(model: PreTrainedModel, images: Images) -> Tensor:
     """Returns the logits [n, classes] of images in order, in eval mode."""
     model.eval()
     with torch.no_grad():

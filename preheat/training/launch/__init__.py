@@ -11,12 +11,12 @@ from __future__ import annotations
 from preheat.training.launch import kubernetes, ray, skypilot, slurm
 from preheat.training.launch.job import Job
 
-__all__ = ["TARGETS", "Job", "submit", "written"]
+__all__ = ["TARGETS", "Job", "submit", "render_job"]
 
 TARGETS = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "ray": ray}
 
 
-def written(job: Job, target: str) -> str:
+def render_job(job: Job, target: str) -> str:
     """Returns the text of the job file.
 
     Raises:

@@ -111,14 +111,14 @@ class Job:
         for field in fields(self):
             if field.name in _SOME and field.name not in takes and getattr(self, field.name) != field.default:
                 raise RecipeError(
-                    f"{option(field.name)}: --scheduler {target} has no such setting; "
+                    f"{name_option(field.name)}: --scheduler {target} has no such setting; "
                     f"{_INSTEAD.get(field.name, 'leave it out')}"
                 )
-        problem = self._problem()
+        problem = self._find_problem()
         if problem:
             raise RecipeError(problem)
 
-    def _problem(self) -> str | None:
+    def _find_problem(self) -> str | None:
         recipe = self.recipe
         if self.processes == 0:
             return "--gpus-per-node: 0, so state how many processes a host runs on its CPUs with --processes-per-node"
@@ -135,9 +135,9 @@ class Job:
             return "hardware.device: the recipe needs GPUs, and --gpus-per-node is 0"
         if self.cpus_per_node is not None and self.cpus_per_node < self.processes:
             return f"--cpus-per-node: {self.cpus_per_node} for {self.processes} processes; each needs one at least"
-        return self._mesh_problem() or self._form_problem()
+        return self._find_mesh_problem() or self._find_form_problem()
 
-    def _mesh_problem(self) -> str | None:
+    def _find_mesh_problem(self) -> str | None:
         per = "--gpus-per-node" if self.processes_per_node is None else "--processes-per-node"
         started = f"--nodes {self.nodes} x {per} {self.processes}"
         devices = self.recipe.parallel.devices
@@ -159,7 +159,7 @@ class Job:
             )
         return None
 
-    def _form_problem(self) -> str | None:
+    def _find_form_problem(self) -> str | None:
         if self.time is not None:
             if not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time):
                 return (
@@ -178,7 +178,7 @@ class Job:
         for name in ("partition", "account", "namespace", "storage", "interface", "accelerator"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[\w.:/-]+", value):
-                return f"{option(name)}: '{value}' is not a name; use letters, digits, '.', '_' and '-'"
+                return f"{name_option(name)}: '{value}' is not a name; use letters, digits, '.', '_' and '-'"
         if self.image is not None and not re.fullmatch(r"[\w.:/@#+-]+", self.image):
             return f"--image: '{self.image}' is not the name of an image"
         return None
@@ -210,7 +210,7 @@ class Job:
         }
 
 
-def option(field: str) -> str:
+def name_option(field: str) -> str:
     """Returns the command-line option of a field."""
     return "--" + field.replace("_", "-")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-__all__ = ["manifest"]
+__all__ = ["dump_manifest"]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -19,7 +19,7 @@ _Dumper.add_representer(
 )
 
 
-def manifest(value: object) -> str:
+def dump_manifest(value: object) -> str:
     """Returns a value as YAML.
 
     >>> print(manifest({"name": "on", "run": "a\\nb\\n"}), end="")

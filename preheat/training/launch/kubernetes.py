@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.training.launch.job import Job
-from preheat.training.launch.k8s_yaml import manifest
-from preheat.training.launch.torchrun_command import END, FINISHED, agent, exports, quoted
+from preheat.training.launch.k8s_yaml import dump_manifest
+from preheat.training.launch.torchrun_command import END, FINISHED, build_agent_command, build_exports, quoted
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["SUBMIT", "TAKES", "objects", "write"]
+__all__ = ["SUBMIT", "TAKES", "build_objects", "write"]
 
 TAKES = frozenset({"time", "image", "namespace", "kind", "storage", "memory"})
 SUBMIT = "kubectl apply -f {path}"
@@ -26,10 +26,10 @@ _PORT = 29400  # of the rendezvous: torchrun's own default
 
 def write(job: Job) -> str:
     """Returns the manifests as YAML."""
-    return "---\n".join(manifest(value) for value in objects(job))
+    return "---\n".join(dump_manifest(value) for value in build_objects(job))
 
 
-def objects(job: Job) -> list[JsonObject]:
+def build_objects(job: Job) -> list[JsonObject]:
     """Returns the manifests as values.
 
     Raises:
@@ -50,37 +50,41 @@ def objects(job: Job) -> list[JsonObject]:
         if job.port is not None:
             raise RecipeError("--port: Kubeflow Trainer chooses it for a TrainJob; leave it out")
         # Kubeflow Trainer sets torchrun's PET_* variables in each pod of a TrainJob.
-        script = _script(job, '"$PET_NODE_RANK" = 0', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
+        script = _build_script(job, '"$PET_NODE_RANK" = 0', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
         runs = _train_job(job)
     else:
         # The training operator gives each pod its own name as host name, and a service of that name.
         first = f"{job.label}-worker-0"
-        script = _script(job, f'"$(hostname)" = {first}', f"{first}:{port}")
-        runs = [_pytorch_job(job, port)]
+        script = _build_script(job, f'"$(hostname)" = {first}', f"{first}:{port}")
+        runs = [_build_pytorch_job(job, port)]
     # The recipe travels in a ConfigMap, so that the image needs no rebuild for another recipe.
     files = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(job, f"{job.label}-files"),
+        "metadata": _build_metadata(job, f"{job.label}-files"),
         "data": {"recipe.yaml": recipes.dump(job.recipe), "run.sh": script},
     }
     return [files, *runs]
 
 
-def _pytorch_job(job: Job, port: int) -> JsonObject:
-    worker = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, "pytorch", port)}}
+def _build_pytorch_job(job: Job, port: int) -> JsonObject:
+    worker = {
+        "replicas": job.nodes,
+        "restartPolicy": "OnFailure",
+        "template": {"spec": _build_pod(job, "pytorch", port)},
+    }
     # A fixed number of replicas, as the mesh requires. With an elastic policy, worker 0 hosts the rendezvous and no
     # master replica is needed.
     elastic = {"minReplicas": job.nodes, "maxReplicas": job.nodes, "rdzvBackend": "c10d", "rdzvPort": port}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": _metadata(job, job.label),
+        "metadata": _build_metadata(job, job.label),
         "spec": {
             "nprocPerNode": str(job.processes),
             "elasticPolicy": elastic | {"maxRestarts": job.restarts},
             # Pods remain after the job, so that their logs can still be read.
-            "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": job.restarts} | _limit(job),
+            "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": job.restarts} | _build_limit(job),
             "pytorchReplicaSpecs": {"Worker": worker},
         },
     }
@@ -93,14 +97,14 @@ def _train_job(job: Job) -> list[JsonObject]:
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
             "spec": {
                 "backoffLimit": job.restarts,
-                "template": {"spec": _pod(job, "node") | {"restartPolicy": "OnFailure"}},
+                "template": {"spec": _build_pod(job, "node") | {"restartPolicy": "OnFailure"}},
             },
         },
     }
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
-        "metadata": _metadata(job, job.label),
+        "metadata": _build_metadata(job, job.label),
         "spec": {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": {"replicatedJobs": [node]}}},
     }
     wanted = {
@@ -110,29 +114,29 @@ def _train_job(job: Job) -> list[JsonObject]:
     run = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(job, job.label),
-        "spec": wanted | _limit(job),
+        "metadata": _build_metadata(job, job.label),
+        "spec": wanted | _build_limit(job),
     }
     return [runtime, run]
 
 
-def _limit(job: Job) -> JsonObject:
+def _build_limit(job: Job) -> JsonObject:
     return {"activeDeadlineSeconds": job.seconds} if job.time else {}
 
 
-def _metadata(job: Job, name: str) -> JsonObject:
+def _build_metadata(job: Job, name: str) -> JsonObject:
     return {"name": name} | ({"namespace": job.namespace} if job.namespace else {})
 
 
-def _script(job: Job, is_first: str, endpoint: str) -> str:
-    command = agent(
+def _build_script(job: Job, is_first: str, endpoint: str) -> str:
+    command = build_agent_command(
         job, endpoint=endpoint, first="$first", identity=job.label, recipe="/preheat/recipe.yaml", out='"$run"'
     )
     return "\n".join([
         "#!/bin/bash",
         f"run={quoted(str(job.folder('/runs')))}",
         'export PREHEAT_CACHE="${PREHEAT_CACHE:-$(dirname "$run")/.cache}"  # a pod has no home that lasts',
-        *exports(job),
+        *build_exports(job),
         FINISHED,
         f"first=$([ {is_first} ] && echo 1 || echo 0)",
         *command[:-1],
@@ -142,7 +146,7 @@ def _script(job: Job, is_first: str, endpoint: str) -> str:
     ])  # fmt: skip
 
 
-def _pod(job: Job, container: str, port: int | None = None) -> JsonObject:
+def _build_pod(job: Job, container: str, port: int | None = None) -> JsonObject:
     resources: JsonObject = {}
     if job.gpus_per_node:
         resources["nvidia.com/gpu"] = job.gpus_per_node

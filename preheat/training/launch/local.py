@@ -155,7 +155,7 @@ class _Launched:
             aborted = first is not None and self.started[first].returncode == -signal.SIGABRT
             why = explain_abort(store, self.world, self.waited_for) if aborted else ""
             del store
-            return self._ended(first, why)
+            return self._describe_end(first, why)
 
     def _wait(self) -> int | None:
         """Waits until all have ended; returns the rank that failed first."""
@@ -165,7 +165,7 @@ class _Launched:
                 forwarded = True
                 for process in alive:
                     process.send_signal(signal.Signals[self.signals.received])
-            if failed is None and (failed := self._failed()) is not None:
+            if failed is None and (failed := self._find_failed_rank()) is not None:
                 deadline = time.monotonic() + self.patience
                 # Recorded before they are terminated: these are the ranks that the failed one may have waited for.
                 self.waited_for = [rank for rank, process in enumerate(self.started) if process.poll() is None]
@@ -175,27 +175,27 @@ class _Launched:
             if failed is not None and time.monotonic() > deadline:
                 self._kill()
             time.sleep(_POLL)
-        return failed if failed is not None else self._failed()
+        return failed if failed is not None else self._find_failed_rank()
 
-    def _failed(self) -> int | None:
+    def _find_failed_rank(self) -> int | None:
         """Returns the rank that failed; among several, a killed one, because the others' errors follow from it."""
         codes = {rank: process.returncode for rank, process in enumerate(self.started) if process.returncode}
         return next(
             (rank for rank, code in codes.items() if code < 0),
-            next((r for r, c in codes.items() if not _stopped(c)), None),
+            next((r for r, c in codes.items() if not _is_stopped(c)), None),
         )
 
-    def _ended(self, failed: int | None, why: str = "") -> LaunchResult:
+    def _describe_end(self, failed: int | None, why: str = "") -> LaunchResult:
         codes = [process.returncode for process in self.started]
         # Rank 0 prints the result; the files of the others are empty.
-        result = next((printed for file in self.printed if (printed := _object(file))), None)
+        result = next((printed for file in self.printed if (printed := _parse_object(file))), None)
         if failed is not None and codes[failed] < 0:
             if self.signals.received is not None:
                 raise Interrupted(signal.Signals[self.signals.received])
             raise RunError(f"rank {failed} {describe_exit(codes[failed])}{why}")
         if failed is not None:
             return LaunchResult(codes[failed], result)
-        stopped = next((code for code in codes if _stopped(code)), 0)
+        stopped = next((code for code in codes if _is_stopped(code)), 0)
         return LaunchResult(stopped, result, signal.Signals(stopped - 128) if stopped else None)
 
     def _kill(self) -> None:
@@ -238,12 +238,12 @@ def explain_abort(store: Store, world: int, running: Sequence[int]) -> str:
     )
 
 
-def _stopped(code: int) -> bool:
+def _is_stopped(code: int) -> bool:
     """Returns True if a run exits with this code after it saved on a signal."""
     return code in {128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
-def _object(file: IO[bytes]) -> JsonObject | None:
+def _parse_object(file: IO[bytes]) -> JsonObject | None:
     file.seek(0)
     lines = file.read().decode(errors="replace").strip().splitlines()
     try:

@@ -50,11 +50,11 @@ def write(job: Job) -> str:
     head = (
         f'"""{job.recipe.name} on {job.nodes} hosts of {job.processes} processes; preheat launch wrote this file."""\n'
     )
-    settings = "\n".join(f"{name} = {_literal(value)}" for name, value in values.items())
+    settings = "\n".join(f"{name} = {_format_literal(value)}" for name, value in values.items())
     return f"{head}{_IMPORTS}\n{settings}\n{_WORK}"
 
 
-def _literal(value: object) -> str:
+def _format_literal(value: object) -> str:
     # The recipe as a readable block; texts with quotes or backslashes fall back to `repr`, which is always valid.
     if isinstance(value, str) and "\n" in value and '"""' not in value and "\\" not in value:
         return f'"""\\\n{value}"""'

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.training.launch.job import Job
-from preheat.training.launch.k8s_yaml import manifest
-from preheat.training.launch.torchrun_command import END, FINISHED, agent, exports, quoted, recipe_lines
+from preheat.training.launch.k8s_yaml import dump_manifest
+from preheat.training.launch.torchrun_command import (
+    END,
+    FINISHED,
+    build_agent_command,
+    build_exports,
+    build_recipe_lines,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -46,23 +53,23 @@ def write(job: Job) -> str:
     if job.cpus_per_node:
         resources["cpus"] = f"{job.cpus_per_node}+"
     if job.memory:
-        resources["memory"] = f"{_gigabytes(job.memory)}+"
+        resources["memory"] = f"{_count_gigabytes(job.memory)}+"
     if job.image:
         resources["image_id"] = f"docker:{job.image}"
     task: JsonObject = {"name": job.label, "num_nodes": job.nodes, "resources": resources}
     if job.storage:
         task["volumes"] = {str(folder.parent): job.storage}
-    return manifest(task | {"run": _script(job)})
+    return dump_manifest(task | {"run": _build_script(job)})
 
 
-def _gigabytes(memory: str) -> int:
+def _count_gigabytes(memory: str) -> int:
     number, unit = int(memory[:-1]), memory[-1]
     # Rounded up to whole GB, SkyPilot's unit.
     return number * 1024 if unit == "T" else number if unit == "G" else -(-number // 1024)
 
 
-def _script(job: Job) -> str:
-    command = agent(
+def _build_script(job: Job) -> str:
+    command = build_agent_command(
         job,
         endpoint=f'"$host:{job.port or 29400}"',
         first="$first",
@@ -72,9 +79,9 @@ def _script(job: Job) -> str:
     )
     return "\n".join([
         f"run={quoted(str(job.folder('/runs')))}",
-        *exports(job),
+        *build_exports(job),
         "recipe=$(mktemp)  # each host its own: none reads what another is writing",
-        *recipe_lines(recipes.dump(job.recipe), "recipe"),
+        *build_recipe_lines(recipes.dump(job.recipe), "recipe"),
         FINISHED,
         "host=$(head -n 1 <<< \"$SKYPILOT_NODE_IPS\")",
         'first=$([ "$SKYPILOT_NODE_RANK" = 0 ] && echo 1 || echo 0)',

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from preheat import recipe as recipes
 from preheat.training.launch.job import Job
-from preheat.training.launch.torchrun_command import FINISHED, agent, exports, quoted, recipe_lines
+from preheat.training.launch.torchrun_command import (
+    FINISHED,
+    build_agent_command,
+    build_exports,
+    build_recipe_lines,
+    quoted,
+)
 
 __all__ = ["SUBMIT", "TAKES", "write"]
 
@@ -19,9 +25,11 @@ SUBMIT = "sbatch {path}"
 
 def write(job: Job) -> str:
     """Returns the script."""
-    command = agent(job, endpoint='"$host:$port"', first="$first", identity='"$id"', recipe='"$recipe"', out='"$run"')
+    command = build_agent_command(
+        job, endpoint='"$host:$port"', first="$first", identity='"$id"', recipe='"$recipe"', out='"$run"'
+    )
     work = [
-        *exports(job),
+        *build_exports(job),
         "trap '' USR1  # torchrun would die of it; the processes of the run save and end",
         'first=$([ "$SLURM_NODEID" = 0 ] && echo 1 || echo 0)',
         "exec " + command[0],
@@ -33,13 +41,13 @@ def write(job: Job) -> str:
         "#!/bin/bash",
         f"# {job.recipe.name}: {job.nodes} hosts of {job.processes} processes. Paths are seen from the folder of "
         "`sbatch`, which all hosts see.",
-        *_directives(job),
+        *_build_directives(job),
         "set -euo pipefail",
         "",
         f"run={quoted(str(job.folder('runs')))}",
         'mkdir -p "$(dirname "$run")"',
         "recipe=$run.yaml",
-        *recipe_lines(recipes.dump(job.recipe), "recipe"),
+        *build_recipe_lines(recipes.dump(job.recipe), "recipe"),
         "",
         'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         f"port={port}",
@@ -60,7 +68,7 @@ def write(job: Job) -> str:
         ")",
         "",
         "trap 'scancel --signal=USR1 \"$SLURM_JOB_ID\"' USR1  # to the processes of the step",
-        f'srun --kill-on-bad-exit=1{_step(job)} bash -c "$work" &',
+        f'srun --kill-on-bad-exit=1{_build_step_options(job)} bash -c "$work" &',
         "step=$!",
         "code=0",
         'wait "$step" || code=$?',
@@ -79,7 +87,7 @@ def write(job: Job) -> str:
     ])  # fmt: skip
 
 
-def _directives(job: Job) -> list[str]:
+def _build_directives(job: Job) -> list[str]:
     gpus = f"{job.accelerator}:{job.gpus_per_node}" if job.accelerator else str(job.gpus_per_node)
     settings = {
         "job-name": job.label,
@@ -100,7 +108,7 @@ def _directives(job: Job) -> list[str]:
     return [f"#SBATCH --{key}={value}" for key, value in settings.items() if value is not None] + ["#SBATCH --requeue"]
 
 
-def _step(job: Job) -> str:
+def _build_step_options(job: Job) -> str:
     """Returns the options of srun; it does not inherit `--cpus-per-task` from sbatch."""
     cores = f" --cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else ""
     return cores + (

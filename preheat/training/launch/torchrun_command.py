@@ -11,7 +11,7 @@ import shlex
 from preheat import remote_code
 from preheat.training.launch.job import Job
 
-__all__ = ["END", "FINISHED", "HERE", "agent", "exports", "quoted", "recipe_lines"]
+__all__ = ["END", "FINISHED", "HERE", "build_agent_command", "build_exports", "quoted", "build_recipe_lines"]
 
 quoted = shlex.quote
 
@@ -35,7 +35,7 @@ echo "the run was stopped before its end; it resumes when it is started again" >
 exit 75"""
 
 
-def exports(job: Job) -> list[str]:
+def build_exports(job: Job) -> list[str]:
     """Returns the lines that set the environment of a host's processes, after the user's setup lines."""
     # Cores per process, at least one; evaluated on the host if the number of cores is not given.
     cores = str(job.cpus_per_node) if job.cpus_per_node else "$(nproc)"
@@ -53,13 +53,13 @@ def exports(job: Job) -> list[str]:
     ]
 
 
-def recipe_lines(text: str, variable: str) -> list[str]:
+def build_recipe_lines(text: str, variable: str) -> list[str]:
     """Returns the lines that write the recipe to the file named by a shell variable."""
     # Quoted delimiter: the shell expands nothing in the recipe.
     return [f"cat > \"${variable}\" <<'{HERE}'", *text.rstrip("\n").split("\n"), HERE]
 
 
-def agent(job: Job, *, endpoint: str, first: str, identity: str, recipe: str, out: str) -> list[str]:
+def build_agent_command(job: Job, *, endpoint: str, first: str, identity: str, recipe: str, out: str) -> list[str]:
     """Returns the lines of the torchrun command of one host.
 
     Args:

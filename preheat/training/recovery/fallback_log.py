@@ -33,7 +33,7 @@ from preheat.run.reader import Reader
 if TYPE_CHECKING:
     pass
 
-__all__ = ["choose_fallback", "effective", "write_oom_record", "oom_records", "recorded", "apply_fallbacks"]
+__all__ = ["choose_fallback", "effective", "write_oom_record", "find_oom_records", "build_event", "apply_fallbacks"]
 
 GIB = 2**30
 
@@ -49,7 +49,7 @@ def _record_file(run: Path, rank: int | str) -> Path:
     return run / f"out-of-memory-{rank}.json"
 
 
-def oom_records(run: Path) -> list[Path]:
+def find_oom_records(run: Path) -> list[Path]:
     """Returns the records of failures for which no fallback was chosen yet."""
     return sorted(run.glob(_record_file(run, "*").name))
 
@@ -97,13 +97,13 @@ def apply_fallbacks(request: Request, run: Path, newest: Path | None, *, afresh:
     recipe, step = request.recipe, int(newest.name.removeprefix("step-")) if newest else 0
     if afresh:
         # The records are of the old settings; an empty `set` ends their fallbacks in the log.
-        for file in oom_records(run):
+        for file in find_oom_records(run):
             file.unlink()
         return recipe, [run_records.Fallback(step=step, cause="resumed with other settings", changed=(), set=())]
     built = effective(recipe, Reader(run).events(), step)
-    failures = [failure for file in oom_records(run) if (failure := _read(file)) is not None]
+    failures = [failure for file in find_oom_records(run) if (failure := _read(file)) is not None]
     # Read once: a record that stayed would make the next start choose a fallback again.
-    for file in oom_records(run):
+    for file in find_oom_records(run):
         file.unlink()
     if not failures:
         return built, []
@@ -112,10 +112,10 @@ def apply_fallbacks(request: Request, run: Path, newest: Path | None, *, afresh:
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
     ladder, rung = choose_fallback(replace(request, recipe=built), tightest)
     # The failed processes wrote records instead of events, because only rank 0 writes the log.
-    return rung.recipe, [*failures, recorded(recipe, rung, ladder, tightest, step)]
+    return rung.recipe, [*failures, build_event(recipe, rung, ladder, tightest, step)]
 
 
-def recorded(
+def build_event(
     recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure: OutOfMemory, step: int
 ) -> run_records.Fallback:
     """Returns the event that logs a fallback.

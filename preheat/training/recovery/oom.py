@@ -34,7 +34,7 @@ from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.fallback_ladder import PlannedFallback
 from preheat.recipe import Recipe
 from preheat.training.hang_watchdog import HangWatchdog
-from preheat.training.recovery.fallback_log import choose_fallback, oom_records, recorded, write_oom_record
+from preheat.training.recovery.fallback_log import build_event, choose_fallback, find_oom_records, write_oom_record
 from preheat.training.session import Session
 
 __all__ = ["StepSnapshot", "Recovery"]
@@ -95,8 +95,8 @@ class Recovery:
 
         Raises:
             RunError: no fallback suffices.
-            SystemExit: with several processes, some rank is out of memory; `fallback_log.oom_records` finds its record
-                after the restart.
+            SystemExit: with several processes, some rank is out of memory; `fallback_log.find_oom_records` finds its
+                record after the restart.
         """
         failure: OutOfMemory | None = None
         on_cpu = self.session.device.kind == "cpu"
@@ -140,8 +140,8 @@ class Recovery:
             requested=requested,
             room=room,
             overhead=round(overhead * 2**30),
-            in_use=_bytes_by_category(session.build, in_use) if session.assembled else {"other": in_use},
-            allocator=_allocator(session) if kind == "cuda" else {},
+            in_use=_count_bytes_by_category(session.build, in_use) if session.assembled else {"other": in_use},
+            allocator=_read_allocator(session) if kind == "cuda" else {},
         )
 
     def _restart_all_ranks(self, failure: OutOfMemory | None) -> None:
@@ -155,7 +155,7 @@ class Recovery:
             where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.phase})"
             session.watch.alarm(f"{where}; restarting all ranks from the last checkpoint with less memory")
         # A record of another rank is a reason to end, too: its collectives with this rank will never complete.
-        if oom_records(session.writer.path):
+        if find_oom_records(session.writer.path):
             raise SystemExit(1)
 
     def _apply_fallback(self, failure: OutOfMemory) -> None:
@@ -181,11 +181,15 @@ class Recovery:
             if session.assembled:
                 self._save_and_free_build(failure)  # saves a checkpoint
             raise
-        step = session.progress.step if self._in_place(rung.recipe, failure) else self._rebuild_from_checkpoint(failure)
+        step = (
+            session.progress.step
+            if self._apply_in_place(rung.recipe, failure)
+            else self._rebuild_from_checkpoint(failure)
+        )
         # From here on the fallback is the recipe of the run.
         session.request, self._failure = replace(session.request, recipe=rung.recipe), None
         # With `step`: a run resumed from an earlier checkpoint must not apply this fallback to its steps.
-        session.writer.write_event(recorded(session.resolved, rung, ladder, failure, step))
+        session.writer.write_event(build_event(session.resolved, rung, ladder, failure, step))
         session.watch.notice(
             f"out of memory in step {failure.step + 1} ({failure.phase}): continuing with {rung.description}"
         )
@@ -211,19 +215,23 @@ class Recovery:
         gc.collect()
         release_unused(session.device.kind)
 
-    def _weights_intact(self, failure: OutOfMemory) -> bool:
+    def _has_intact_weights(self, failure: OutOfMemory) -> bool:
         """Returns True if the weights are still those of the last committed step."""
         # Techniques that step in the backward pass change weights while gradients are computed.
         in_backward = failure.phase is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
         return failure.phase not in _UPDATED and not in_backward
 
-    def _in_place(self, recipe: Recipe, failure: OutOfMemory) -> bool:
+    def _apply_in_place(self, recipe: Recipe, failure: OutOfMemory) -> bool:
         """Applies the changed techniques to the existing build; returns False if they change the model."""
         session = self.session
         before = session.effective.techniques
         changed = [t for name, t in recipe.techniques.items() if t != before.get(name)]
         # LOADER techniques only group rows and change no module, so they can be applied to a finished build again.
-        if not session.assembled or not self._weights_intact(failure) or any(t.stage != Stage.LOADER for t in changed):
+        if (
+            not session.assembled
+            or not self._has_intact_weights(failure)
+            or any(t.stage != Stage.LOADER for t in changed)
+        ):
             return False
         for t in changed:
             session.build.changes[t.name()] = [t.apply(session.build, part) for part in session.build.trained]
@@ -247,7 +255,7 @@ class Recovery:
         """Saves a checkpoint of the current step, if its weights are intact, and frees the build."""
         session = self.session
         # Otherwise the steps since the last checkpoint are trained again.
-        if self._weights_intact(failure) and session.progress.step > max(session.saving.last_step, 0):
+        if self._has_intact_weights(failure) and session.progress.step > max(session.saving.last_step, 0):
             for session.saving.file_per_tensor in (
                 False,
                 True,
@@ -289,7 +297,7 @@ class Recovery:
         return True
 
 
-def _bytes_by_category(build: Build, in_use: int) -> dict[str, int]:
+def _count_bytes_by_category(build: Build, in_use: int) -> dict[str, int]:
     """Splits the bytes in use into parameters, gradients, optimizer states and the rest."""
     # `local`: of a sharded tensor, only this rank's shard takes memory here.
     parameters = [p for part in build.trained for p in part.parameters()]
@@ -302,7 +310,7 @@ def _bytes_by_category(build: Build, in_use: int) -> dict[str, int]:
     return {**sizes, "other": max(in_use - sum(sizes.values()), 0)}
 
 
-def _allocator(session: Session) -> dict[str, int]:
+def _read_allocator(session: Session) -> dict[str, int]:
     """Returns counters of torch's CUDA allocator; writes its full state to the run's folder, as JSON."""
     stats = torch.cuda.memory_stats()
     snapshot = {"stats": stats, "segments": torch.cuda.memory_snapshot()}

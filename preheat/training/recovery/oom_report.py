@@ -25,7 +25,7 @@ from preheat.training.recovery.fallback_log import effective
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["allocator_settings", "diagnose"]
+__all__ = ["suggest_allocator_settings", "diagnose"]
 
 GIB = 2**30
 WAYS = 3
@@ -67,7 +67,7 @@ def diagnose(run: str | Path) -> JsonObject:
     before = events[: events.index(failure)] if failure else events
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
     recipe = effective(recipe, before, failure.step if failure else 0)
-    machine, measured = _machine(recipe, reader.environment)
+    machine, measured = _find_machine(recipe, reader.environment)
     request = Request(
         recipe,
         device=machine,
@@ -106,11 +106,11 @@ def diagnose(run: str | Path) -> JsonObject:
         "options": ways,
         "least": None if ways else {"set": list(ladder.lowest.set), "peak_gib": ladder.lowest.peak_gib},
         "shorter": list(fits.set) if fits else None,
-        "allocator": allocator_settings(failure) if failure and not machine.expandable else None,
+        "allocator": suggest_allocator_settings(failure) if failure and not machine.expandable else None,
     }
 
 
-def _machine(recipe: Recipe, environment: Environment) -> tuple[Device, Rates | Roofline]:
+def _find_machine(recipe: Recipe, environment: Environment) -> tuple[Device, Rates | Roofline]:
     """Returns the device of a run and its rates: measured if this machine has one, else from the catalogue."""
     from preheat.hardware.benchmark_rates import rates
 
@@ -135,7 +135,7 @@ def _machine(recipe: Recipe, environment: Environment) -> tuple[Device, Rates | 
     return device, rates(device, threads)
 
 
-def allocator_settings(failure: OutOfMemory) -> dict[str, str] | None:
+def suggest_allocator_settings(failure: OutOfMemory) -> dict[str, str] | None:
     """Returns allocator settings if fragmentation caused the error: enough memory was free, but not in one block.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf

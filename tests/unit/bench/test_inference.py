@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from preheat.bench.inference import _require_room
-from preheat.bench.inference_worker import InferenceWorker, _plain
+from preheat.bench.inference_worker import InferenceWorker, _load_plain
 from preheat.bench.messages import InferenceJob
 from preheat.errors import DataError, DoesNotFit, RecipeError, RunError
 from preheat.recipe import Sample
@@ -81,7 +81,7 @@ def test_transformers_by_itself_draws_no_weights_that_a_folder_does_not_name(mod
     tensors["model.layers.2.mlp.up_proj.codes"] = tensors.pop("model.layers.2.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunError, match=r"no weights for 1 tensors of the model \(model.layers.2.mlp.up_proj.weight\)"):
-        _plain(_job(str(folder), {}), "cpu")
+        _load_plain(_job(str(folder), {}), "cpu")
 
 
 def _texts(model: str, text: str) -> list[list[int]]:

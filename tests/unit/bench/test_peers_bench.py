@@ -50,5 +50,5 @@ def test_the_matrix_rate_is_measured_on_the_largest_product_that_takes_seconds(
 
     measured: list[int] = []
     monkeypatch.setattr(matrix_rate, "rate", lambda dtype, size, seconds, **_: measured.append(size) or flops)
-    assert matrix_rate.best_rate(torch.bfloat16, 4096) == (flops, sizes[-1])
+    assert matrix_rate.find_best_rate(torch.bfloat16, 4096) == (flops, sizes[-1])
     assert measured == sizes

@@ -28,7 +28,7 @@ def test_a_worker_of_an_inference_benchmark_that_ended_has_failed(
     runs(monkeypatch, inference, "import sys; print('{}', flush=True); sys.exit('out of luck')")
     job = InferenceJob("m", Sample(), None, "preheat", 8, [(1, 8)], None)
     with inference._Worker(inference.InferenceContender("a", "m"), job, tmp_path) as worker:
-        worker.begin()
+        worker.send_text()
         assert not worker.failed
         worker._process.wait()
         assert worker.generate((1, 8)) is None

@@ -1,11 +1,11 @@
 import pytest
 
 from preheat.cli.views.console import Live
-from preheat.cli.views.output import console
+from preheat.cli.views.output import build_console
 
 
 def test_speed_and_time_left_in_a_log_come_from_the_last_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = console()
+    screen = build_console()
     with Live(screen, "demo", planned=True) as live:
         for step in range(1, 51):
             seconds = 4.0 if step == 1 else 0.1 if step % 2 else 0.3

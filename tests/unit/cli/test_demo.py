@@ -43,12 +43,12 @@ TINY = Grid(
 
 
 def test_the_steps_take_as_long_as_asked_by_the_plan() -> None:
-    assert demo.steps_within(60, 0.3) == 200
-    assert demo.steps_within(45, 0.112) == 400
-    assert 45 - 5 * 0.113 < demo.steps_within(45, 0.113) * 0.113 <= 45
+    assert demo.count_steps_within(60, 0.3) == 200
+    assert demo.count_steps_within(45, 0.112) == 400
+    assert 45 - 5 * 0.113 < demo.count_steps_within(45, 0.113) * 0.113 <= 45
     # Neither a model that learned nothing, nor one that reads the standard library many times.
-    assert demo.steps_within(60, 30) == 60
-    assert demo.steps_within(45, 1e-9) == 2000
+    assert demo.count_steps_within(60, 30) == 60
+    assert demo.count_steps_within(45, 1e-9) == 2000
 
 
 def _one_layer() -> recipes.Recipe:
@@ -69,8 +69,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.setattr("preheat.cli.train.run", stop)
     plan = plan_of(values_of(1.0, 8.0, seconds_per_step=0.3, seconds_to_start=0.0))
-    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", plan))
-    monkeypatch.setattr("preheat.cli.views.console.picture", lambda plan, name: f"{plan.steps} steps planned")
+    monkeypatch.setattr(demo, "_plan_demo", lambda recipe, quiet: ("rates", plan))
+    monkeypatch.setattr("preheat.cli.views.console.build_answer", lambda plan, name: f"{plan.steps} steps planned")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -106,7 +106,7 @@ def test_the_demo_beside_other_work_trains_for_a_minute_too(
         }
         return plan_of(values_of(1.0, 8.0, seconds_per_step=0.05, seconds_to_start=0.0, now=busy))
 
-    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", planned(0.3)))
+    monkeypatch.setattr(demo, "_plan_demo", lambda recipe, quiet: ("rates", planned(0.3)))
     monkeypatch.setattr(demo, "_is_slow_in_bf16", lambda: True)
     with pytest.raises(Trains) as raised:
         demo.demo()
@@ -114,7 +114,7 @@ def test_the_demo_beside_other_work_trains_for_a_minute_too(
     assert "training 200 steps of 0.3 s each, 60 s by the plan; the demo trains for about 60 s" in " ".join(
         capsys.readouterr().out.split()
     )
-    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", planned(2.0)))
+    monkeypatch.setattr(demo, "_plan_demo", lambda recipe, quiet: ("rates", planned(2.0)))
     with pytest.raises(Trains):
         demo.demo()
     assert "training 60 steps of 2 s each, 120 s by the plan; more than the demo's 60 s" in " ".join(
@@ -133,7 +133,7 @@ def test_a_demo_beside_other_work_says_the_speed_now(
         benchmark_rates, "rates_for", lambda device, threads, choose, progress: (rates_known, contended)
     )
     monkeypatch.setattr("preheat.hardware.rate_probe.probe_rates", lambda known, threads: Present(share, use))
-    rates, plan = demo._plan(_one_layer(), quiet=True)
+    rates, plan = demo._plan_demo(_one_layer(), quiet=True)
     assert plan.contended is contended
     if share > 0.9:  # as fast as measured: a plan's error
         assert rates.now is plan.now is None

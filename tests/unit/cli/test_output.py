@@ -10,7 +10,7 @@ import pytest
 
 import preheat
 from preheat.cli import main
-from preheat.cli.views.output import bar, console, passing, say, write_text
+from preheat.cli.views.output import build_console, build_progress_bar, print_progress, say, write_text
 
 FOREIGN = "d[/x] [bold]b[/bold] :smile: \x1b[31mred\x07\x9b2J\u202e"
 CLEAN = "d[/x] [bold]b[/bold] :smile: ␛[31mred␇�2J�"
@@ -36,7 +36,7 @@ def test_rich_shows_foreign_text_as_it_is(capsys: pytest.CaptureFixture[str], mo
     from rich.text import Text
 
     monkeypatch.setenv("COLUMNS", "200")
-    screen = console()
+    screen = build_console()
     table = Table(FOREIGN, title=FOREIGN, box=None)
     table.add_row(FOREIGN)
     for part in (FOREIGN, Text(FOREIGN), table, Rule(FOREIGN)):
@@ -49,10 +49,10 @@ def test_rich_shows_foreign_text_as_it_is(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_status_and_bars_take_foreign_text(capsys: pytest.CaptureFixture[str]):
-    screen = console()
+    screen = build_console()
     with screen.status(FOREIGN) as status:
         status.update(FOREIGN)
-    with bar(screen, "{task.description}") as progress:
+    with build_progress_bar(screen, "{task.description}") as progress:
         progress.update(progress.add_task("x"), description=FOREIGN)
     assert "\x1b[31m" not in capsys.readouterr().out
 
@@ -60,7 +60,7 @@ def test_status_and_bars_take_foreign_text(capsys: pytest.CaptureFixture[str]):
 def test_plain_lines(capsys: pytest.CaptureFixture[str]):
     say(FOREIGN)
     say(FOREIGN, error=True)
-    passing(FOREIGN)
+    print_progress(FOREIGN)
     write_text("\x1b[31m")  # a model's text goes into a pipe as it is
     out, error = capsys.readouterr()
     assert out == f"{CLEAN}\n\x1b[31m"
@@ -111,5 +111,5 @@ def test_a_passing_line_is_no_wider_than_the_terminal(
     """A line that wraps stays on the screen: clearing reaches its last row alone."""
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    passing("x" * 200)
+    print_progress("x" * 200)
     assert capsys.readouterr().err.count("x") == 39

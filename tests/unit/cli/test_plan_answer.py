@@ -20,11 +20,11 @@ from rich.console import Console
 
 from preheat import recipe as recipes
 from preheat.cli.options.plan_options import TrainingPlanOptions, parse_price
-from preheat.cli.options.subject import Subject, subject_of
+from preheat.cli.options.subject import Subject, find_subject
 from preheat.cli.plan_output import finish
-from preheat.cli.views.next_command import assumed_settings, next_command, what_would_fit
-from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, page_texts
-from preheat.cli.views.plan_view import plan_details, serving_picture
+from preheat.cli.views.next_command import build_next_command, build_smaller_command, list_assumed_settings
+from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, build_page_texts, wrap_command
+from preheat.cli.views.plan_view import build_details, build_serving
 from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
 from tests.unit.plans import CATEGORIES, plan_of, values_of
@@ -56,7 +56,7 @@ def alternative(text: str, gives_up: str) -> dict[str, Any]:
 
 
 def qlora() -> tuple[Subject, dict[str, Any]]:
-    subject = subject_of("Qwen/Qwen3-8B", method="qlora")
+    subject = find_subject("Qwen/Qwen3-8B", method="qlora")
     others = [
         alternative(QLORA.replace("compile", "activation_checkpointing: {mode: budget, budget: 0.5}, compile").replace("steps: 16", "steps: 8"), "3 % slower, 778 MiB more"),
         alternative(QLORA.replace("compile: {when: always}", "fused_operators: {}"), "6 % slower, as much memory"),
@@ -67,7 +67,7 @@ def qlora() -> tuple[Subject, dict[str, Any]]:
 
 
 def cluster(text: str = LAYOUT) -> tuple[Subject, dict[str, Any]]:
-    subject = subject_of("llama-3.1-70b", devices=64)
+    subject = find_subject("llama-3.1-70b", devices=64)
     others = [
         alternative(LAYOUT.replace("fused_operators: {}", "activation_checkpointing: {}"), "3 % slower, 25.30 GiB less"),
         alternative(LAYOUT.replace("tensor_parallel: {degree: 2}", "compile: {when: always}, chunked_loss: {rows: 4096}"), "8 % slower, 6.60 GiB less, starts 60 s later"),
@@ -80,7 +80,7 @@ def cluster(text: str = LAYOUT) -> tuple[Subject, dict[str, Any]]:
 
 def frontier() -> tuple[Subject, dict[str, Any]]:
     """405B on 16,384 devices."""
-    subject = subject_of("llama-3.1-405b", devices=16384)
+    subject = find_subject("llama-3.1-405b", devices=16384)
     mine = "{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, fused_operators: {}, activation_checkpointing: {mode: budget, budget: 0.5}, tensor_parallel: {degree: 4}, fsdp: {}}"  # fmt: skip
     sequence = "tensor_parallel: {degree: 4, sequence_parallel: true}"
     others = [
@@ -96,7 +96,7 @@ def frontier() -> tuple[Subject, dict[str, Any]]:
 
 
 def cpu() -> tuple[Subject, dict[str, Any]]:
-    subject = subject_of("demo")
+    subject = find_subject("demo")
     device = {"kind": "cpu", "name": "AMD EPYC", "memory": 2**36}
     text = "{mixed_precision: {}, muon: {}, efficient_attention: {}, chunked_loss: {rows: 512}, gradient_accumulation: {steps: 2}}"  # fmt: skip
     searched = {"candidates": 0, "dry_runs": 0, "confirmed": False, "interrupted": False}
@@ -107,7 +107,7 @@ def cpu() -> tuple[Subject, dict[str, Any]]:
 
 
 def too_large() -> tuple[Subject, dict[str, Any]]:
-    subject = subject_of("Qwen/Qwen3-8B")
+    subject = find_subject("Qwen/Qwen3-8B")
     others = [
         {**alternative(QLORA, "trains an adapter"), "options": ["--method", "lora"]},
         {**alternative(QLORA, "trains an adapter on a base in 4 bits"), "options": ["--method", "qlora"]},
@@ -145,8 +145,8 @@ def screen(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     subject, plan = PLANS[name]()
     asked = ASKED[name]
-    assumed = [] if name in ("cpu", "shared") else assumed_settings(subject, plan_of(plan), asked, per_host=8)
-    command = next_command(plan_of(plan), subject, options_of(asked[2]), asked, per_host=8)
+    assumed = [] if name in ("cpu", "shared") else list_assumed_settings(subject, plan_of(plan), asked, per_host=8)
+    command = build_next_command(plan_of(plan), subject, options_of(asked[2]), asked, per_host=8)
     with nullcontext() if plan_of(plan).fits else pytest.raises(typer.Exit):
         finish(plan_of({**plan, **more}), subject, json=False, assumed=assumed, command=command)
     return capsys.readouterr().out.splitlines()
@@ -202,9 +202,9 @@ def test_the_answer_states_its_assumptions(capsys: pytest.CaptureFixture[str], m
 def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: int | None, parts: list[str]) -> None:
     startup = {"techniques": ["compile"], "pays_from_steps": pays}
     plan = PLANS["qlora"]()[1] | {"seconds_to_start": start, "startup": startup}
-    (said,) = (entry.text for entry in Answer(plan_of(plan), "a model")._entries(None) if entry.label == "time")
+    (said,) = (entry.text for entry in Answer(plan_of(plan), "a model")._build_entries(None) if entry.label == "time")
     assert said.split("; ")[2:] == parts
-    assert page_texts(plan_of(plan)).startup == "; ".join(parts)  # on the page, too
+    assert build_page_texts(plan_of(plan)).startup == "; ".join(parts)  # on the page, too
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_an_interrupted_search_does_not_say_that_nothing_fits() -> None:
     text = " ".join(" ".join(lines).split())
     assert "9.90 GiB; a candidate that was not tried yet may fit" in text
     assert "the least of" not in text
-    assert what_would_fit(plan_of(plan), ASKED["too large"], searched=True) == ASKED["too large"]
+    assert build_smaller_command(plan_of(plan), ASKED["too large"], searched=True) == ASKED["too large"]
 
 
 def test_an_interrupted_search_prints_the_best_so_far_and_writes_no_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,22 +359,22 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
     assert "9.90 GiB, the least of 143 candidates; would fit in 33.90 GiB, or split over at least 2" in text
     assert "--method lora: fits in 17.40 GiB, 2,307 tokens/s; trains an adapter" in text
     assert "tokens/s (" not in text, "no speed of what cannot run"
-    assert what_would_fit(plan_of(plan), asked, searched=True) == [*asked, "--method", "lora"]
+    assert build_smaller_command(plan_of(plan), asked, searched=True) == [*asked, "--method", "lora"]
     # A number of devices that was planned replaces the least that memory alone allows.
     known = {**plan, "alternatives": [*plan["alternatives"], {**plan["alternatives"][0], "options": ["--count", "4"]}]}
     assert "split over" not in " ".join(line for line, _ in Answer(plan_of(known), "m").lines())
     plan["alternatives"] = []
-    assert what_would_fit(plan_of(plan), asked, searched=True)[-2:] == ["--allow", "different"]
+    assert build_smaller_command(plan_of(plan), asked, searched=True)[-2:] == ["--allow", "different"]
     beyond = [*asked, "--allow", "different", "--count", "2"]
     plan["devices"] = 2
-    assert what_would_fit(plan_of(plan), beyond, searched=True) == [
+    assert build_smaller_command(plan_of(plan), beyond, searched=True) == [
         *asked,
         "--allow",
         "different",
         "--count",
         "4",
     ]
-    assert what_would_fit(plan_of(plan), ["preheat", "plan", "r.yaml"], searched=False)[-2:] == [
+    assert build_smaller_command(plan_of(plan), ["preheat", "plan", "r.yaml"], searched=False)[-2:] == [
         "--aim",
         "fastest",
     ]
@@ -395,19 +395,19 @@ def test_the_next_command(name: str, out: str | None, more: list[str], wanted: s
     plan["peak_gib"] = min(plan["peak_gib"], 0.9 * plan["available_gib"])
     asked = [*ASKED[name], *more]
     options = options_of(asked[2], set=("a.b=1",) if name == "cpu" else (), out=Path(out) if out else None)
-    assert next_command(plan_of(plan), subject, options, asked, per_host=8) == wanted.split()
+    assert build_next_command(plan_of(plan), subject, options, asked, per_host=8) == wanted.split()
 
 
 def test_after_a_search_without_a_safe_fit_the_next_command_planswhat_would_fit() -> None:
     subject, plan = cluster()
     unsafe = plan | {"peak_gib": 79.5}
-    command = next_command(plan_of(unsafe), subject, options_of(None, nodes=8), ASKED["cluster"], per_host=8)
+    command = build_next_command(plan_of(unsafe), subject, options_of(None, nodes=8), ASKED["cluster"], per_host=8)
     assert "--out" not in command
 
 
 def test_a_wrapped_command_is_still_one_command() -> None:
     arguments = ["preheat", "plan", "my model.yaml", *(f"--set=a{n}=it's {n}" for n in range(9))]
-    text = "\n".join(command_lines(arguments))
+    text = "\n".join(wrap_command(arguments))
     printed = subprocess.run(["bash", "-c", text.replace("next ", "printf '%s\\n'", 1)], capture_output=True, text=True)
     assert printed.stdout.splitlines() == arguments
     assert max(map(len, text.split("\n"))) <= WIDTH
@@ -436,7 +436,7 @@ def test_details_have_every_phase_and_rejection() -> None:
     _, plan = qlora()
     plan["rejected"] = [{"recipe": f"r{n}", "reason": "needs 30 GiB"} for n in range(20)]
     page = Console(file=io.StringIO(), width=WIDTH)
-    page.print(plan_details(plan_of(plan)))
+    page.print(build_details(plan_of(plan)))
     text = page.file.getvalue()  # type: ignore[attr-defined]
     assert "143 candidates, 9 dry-run" in text
     assert "r19: needs 30 GiB" in text
@@ -448,7 +448,7 @@ def test_the_table_of_serving_has_one_line_a_row() -> None:
     formats = [{"weights": "bf16", "cache": c, "weights_gib": 15.0, "cache_gib_per_row": 0.25, "rows": 34, "longest_context": 69979, "tokens_per_second_at_most": 1361.0, "tokens_per_second_alone": 61.7, "seconds_to_first_token": 0.258} for c in ("bf16", "int8")]  # fmt: skip
     plan = {"model": "m", "device": {"kind": "cuda", "name": "G", "memory_gib": 24.0, "count": 1}, "parameters": 9, "active_parameters": 9, "length": 2048, "cache_bytes_per_token": 1024, "state_bytes_per_row": 0, "formats": formats}  # fmt: skip
     page = Console(file=io.StringIO(), width=WIDTH)
-    page.print(serving_picture(plan))
+    page.print(build_serving(plan))
     lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[2].split() == ["weights", "cache", "size", "each", "fit", "longest", "prompt", "one", "all"]
     assert lines[3].split()[:2] == ["bf16", "bf16"]

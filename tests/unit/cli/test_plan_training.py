@@ -38,7 +38,7 @@ def test_a_gpu_is_parsed_once_and_another_spelling_of_it_has_the_same_answer(
     monkeypatch.setattr(catalogue, "resolve_accelerator", lambda text: parsed.append(text) or parse(text))
     first = plan_of([recipe, "--gpu", "H100", "--price", "2USD/h"], capsys)
     assert parsed == ["H100"]
-    monkeypatch.setattr(plan_training, "_planned", lambda question: pytest.fail("the answer was computed again"))
+    monkeypatch.setattr(plan_training, "_plan_or_search", lambda question: pytest.fail("the answer was computed again"))
     assert plan_of([recipe, "--gpu", "h100", "--price", "$2/hour"], capsys) == first
     for other in (["--price", "3USD/h"], ["--price", "2EUR/h"], ["--price", "2USD/h", "--count", "2"]):
         with pytest.raises(pytest.fail.Exception, match="computed again"):

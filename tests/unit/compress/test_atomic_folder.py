@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from preheat.compress.atomic_folder import MARK, NewFolder, home_of, require_new, why_unwritable
+from preheat.compress.atomic_folder import MARK, NewFolder, choose_home, describe_write_error, require_new
 from preheat.errors import RunError
 
 
@@ -106,8 +106,8 @@ def test_places_where_nothing_can_be_written_are_refused_before_any_work(tmp_pat
             require_new(out, run)
         assert len(str(told.value).splitlines()) == 1
     require_new(run / "export-hf", run)
-    assert home_of(run / "checkpoints/step-3") == (run, "-step-3")
-    assert home_of(tmp_path / "file") == (tmp_path / "file", "")
+    assert choose_home(run / "checkpoints/step-3") == (run, "-step-3")
+    assert choose_home(tmp_path / "file") == (tmp_path / "file", "")
 
 
 @contextlib.contextmanager
@@ -142,10 +142,10 @@ def test_every_librarys_error_of_a_full_disk_is_known(tmp_path: Path) -> None:
     ):
         with pytest.raises(Exception) as failed, limit_of(2000):  # noqa: PT011  # whatever that library raises
             write(tmp_path / str(n))
-        assert why_unwritable(failed.value) in (
+        assert describe_write_error(failed.value) in (
             os.strerror(errno.EFBIG),
             "the disk is full, or the size of files has a limit",
         ), n
-    assert not why_unwritable(ValueError("too large to show"))
-    assert not why_unwritable(KeyboardInterrupt())
-    assert not why_unwritable(RunError("x: No space left on device"))
+    assert not describe_write_error(ValueError("too large to show"))
+    assert not describe_write_error(KeyboardInterrupt())
+    assert not describe_write_error(RunError("x: No space left on device"))

@@ -17,7 +17,7 @@ from preheat import recipe as recipes
 from preheat.compress import calibration_text, quantize, save_load
 from preheat.compress.calibration import describe, require_rows, walk
 from preheat.compress.compress import compress, read_variant, read_variants
-from preheat.compress.llm_compressor import unpacked
+from preheat.compress.llm_compressor import unpack_codes
 from preheat.compress.registry import methods
 from preheat.data.packing import Rows, Tokens
 from preheat.engine.builder import build
@@ -171,17 +171,17 @@ def test_a_layer_is_given_the_inputs_that_the_model_gives_it(stories: Path, rows
 
 def test_sensitivity_is_the_curvature_of_the_loss(stories: Path, rows: list[Tensor]) -> None:
     """Against the loss with each map's weight changed by rounding, and by its opposite, whose mean has no slope in it."""
-    from preheat.compress.methods.bit_budget import CHOICES, _quantized, sensitivity
+    from preheat.compress.methods.bit_budget import CHOICES, _quantize_map, estimate_sensitivity
 
     model: Any = load_model(stories).build.trained[0].requires_grad_(False)
     maps = {
         f"model.layers.{n}.{part}": model.get_submodule(f"model.layers.{n}.{part}") for n in (0, 2, 4) for part in PARTS
     }
-    found, before = sensitivity(model, maps, rows), loss(model, rows)
+    found, before = estimate_sensitivity(model, maps, rows), loss(model, rows)
     predicted, measured = [], []
     for name, module in maps.items():
         weight = module.weight.data
-        change = _quantized(name, module, CHOICES[0]).weight - weight
+        change = _quantize_map(name, module, CHOICES[0]).weight - weight
         both = []
         for sign in (1, -1):
             module.weight.data = weight + sign * change
@@ -291,7 +291,7 @@ def test_rows_are_calibrated_on_without_their_padding() -> None:
     documents = [list(range(10, 10 + size)) for size in (5, 9, 7, 3)]
     ends = np.cumsum([len(ids) for ids in documents])
     rows = Rows(Tokens(np.concatenate(documents), ends), 9, "whole", pad=0)
-    read = calibration_text._tokens(rows, range(len(rows)))
+    read = calibration_text._cut_tokens(rows, range(len(rows)))
     assert [row.shape[1] for row in read] == [9, 8, 7]
     assert sorted(torch.cat(read, dim=1)[0].tolist()) == sorted(token for ids in documents for token in ids)
     assert describe(read) == "3 sequences of 7 to 9 tokens"
@@ -384,7 +384,7 @@ def test_words_of_codes_are_unpacked_in_the_order_of_compressed_tensors(bits: in
     padded = torch.nn.functional.pad(codes, (0, -13 % (32 // bits))).unflatten(1, (-1, 32 // bits))
     words = sum((padded[..., n].long() << bits * n) for n in range(32 // bits))
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    assert torch.equal(unpacked(words, bits, 13), codes.to(torch.uint8))
+    assert torch.equal(unpack_codes(words, bits, 13), codes.to(torch.uint8))
 
 
 @pytest.mark.slow

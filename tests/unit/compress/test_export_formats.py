@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from preheat.compress.export import aoti, gguf, gguf_reader, gguf_tokenizer, onnx, torchchat, trace, verify
-from preheat.compress.export.plain_jinja import bare
+from preheat.compress.export.plain_jinja import convert_to_jinja
 from preheat.data.chat.builtin_templates import FORMATS
 from preheat.data.chat.template import Template
 from preheat.data.tokenizer import train_tokenizer
@@ -172,7 +172,7 @@ def test_the_order_of_rotated_rows_and_the_scaling_are_checked(
 ) -> None:
     source = folder_of("llama", tokenizer, tmp_path / "model", rope_parameters=ROPES["llama3"])
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "_interleaved", lambda rows, heads: rows)
+        patch.setattr(gguf, "_interleave_rows", lambda rows, heads: rows)
         with pytest.raises(RunError, match="differ by up to"):
             gguf.write(source, tmp_path / "out", dtype="f32")
     with monkeypatch.context() as patch:
@@ -227,7 +227,7 @@ def test_real_tokenizers_cut_real_text_the_same_from_the_file(data_folder: Path,
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    found = gguf_reader.tokenizer_of(tmp_path / "model.gguf")
+    found = gguf_reader.load_tokenizer(tmp_path / "model.gguf")
     text = (data_folder / "text/war_and_peace.txt").read_text(encoding="utf-8")[200_000:215_000]
     assert found.encode(text) == wanted.encode(text)
     assert found.decode(found.encode(text), skip_special_tokens=True).strip() == text.strip()
@@ -237,7 +237,7 @@ def test_real_tokenizers_cut_real_text_the_same_from_the_file(data_folder: Path,
 def test_scores_are_in_the_order_of_sentencepieces_own(data_folder: Path) -> None:
     told = json.loads((data_folder / "tokenizers/llama2/tokenizer.json").read_text(encoding="utf-8"))["model"]
     pieces = sorted(told["vocab"], key=told["vocab"].__getitem__)
-    own = np.array(gguf_tokenizer.scores_of(pieces, told["merges"], [True] * len(pieces)))
+    own = np.array(gguf_tokenizer.compute_scores(pieces, told["merges"], [True] * len(pieces)))
     data = (
         data_folder / "tokenizers/llama2/tokenizer.bin"
     ).read_bytes()  # longest piece, then of each: score, bytes, text
@@ -271,7 +271,7 @@ def test_architectures_that_gguf_does_not_write_are_refused_by_name_before_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     tiny_config(family).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(gguf, "plain", None)  # reads the weights
+    monkeypatch.setattr(gguf, "write_plain_model", None)  # reads the weights
     reason = (
         f"and this is a {family}; use --to hf and, where llama.cpp has the architecture, its convert_hf_to_gguf.py$"
     )
@@ -355,7 +355,7 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near
         onnx.quantize(tmp_path / "large/model.onnx")
     assert {file.name for file in (tmp_path / "large").glob("*.onnx*")} == {"model.onnx", "model.onnx.data"}
     onnx.quantize(tmp_path / "out/model.onnx")
-    assert verify.size(tmp_path / "out", "model.onnx") < 0.6 * made.bytes, "the data beside it is gone, too"
+    assert verify.count_bytes(tmp_path / "out", "model.onnx") < 0.6 * made.bytes, "the data beside it is gone, too"
     found = verify.compare([wanted], onnx.replay(tmp_path / "out/model.onnx", [torch.from_numpy(ids[:1])]))
     assert 0 < found.largest < 0.4 * found.scale
     assert 32 < largest_code(tmp_path / "out/model.onnx") <= 64
@@ -382,7 +382,9 @@ def test_an_operator_without_a_form_in_onnx_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         RunError, match=r"--to onnx: the operator aten._?linalg_eig\w+ is not supported there; use --to aoti"
     ):
-        trace.to_onnx(trace.trace(Unsupported(), 16), tmp_path / "model.onnx", ("input_ids", "attention_mask"))
+        trace.write_onnx(
+            trace.export_trace(Unsupported(), 16), tmp_path / "model.onnx", ("input_ids", "attention_mask")
+        )
 
 
 # --- AOTInductor, ExecuTorch ------------------------------------------------------------------------------------------
@@ -408,7 +410,7 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pyt
 def test_a_traced_model_takes_any_batch_and_length(tokenizer: Any, tmp_path: Path) -> None:
     source = folder_of("qwen2", tokenizer, tmp_path / "model")
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    module: Any = trace.trace(trace.Logits(model), 128).module()
+    module: Any = trace.export_trace(trace.Logits(model), 128).module()
     for shape in ((1, 1), (1, 77), (3, 128)):
         ids = torch.arange(shape[0] * shape[1]).reshape(shape) % VOCABULARY
         with torch.no_grad():
@@ -498,7 +500,7 @@ TEMPLATES |= {f"our {name}": text.replace("BEGIN", "{{- bos_token }}", 1) for na
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_for_jinja_alone_lays_chats_out_the_same(name: str) -> None:
     template = Template(TEMPLATES[name], name, {"bos_token": "<s>", "eos_token": 'a"\\ü🙂'}, ("<s>",))
-    written = bare(template)
+    written = convert_to_jinja(template)
     assert written is not None
     for talk in (TALKS["one turn"], TALKS["several turns"], TALKS["white space"]):
         asked = talk[:-1]
@@ -508,11 +510,11 @@ def test_a_template_for_jinja_alone_lays_chats_out_the_same(name: str) -> None:
 
 def test_what_jinja_alone_has_not_is_no_template_there() -> None:
     looped = "{% for m in messages %}{{ m.content }}{% if loop.last %}{% break %}{% endif %}{% endfor %}"
-    assert bare(Template(looped)) is None
-    assert bare(Template("{{ strftime_now('%Y') }}{{ messages[0].content }}")) is None
+    assert convert_to_jinja(Template(looped)) is None
+    assert convert_to_jinja(Template("{{ strftime_now('%Y') }}{{ messages[0].content }}")) is None
     raw = "{# a #}\n{% raw %}{{ x }}\n{% endraw %}\n  {% if true %}\n{{ messages[0].content }}\n\n"
     template = Template(raw + "{% endif %}\n\n")
-    found = jinja2.Template(bare(template) or "").render(messages=[{"content": "c"}])
+    found = jinja2.Template(convert_to_jinja(template) or "").render(messages=[{"content": "c"}])
     assert found == template.prompt([{"content": "c"}]) == "{{ x }}\nc\n\n"
 
 

@@ -46,9 +46,9 @@ def model() -> Any:
 @pytest.mark.slow
 def test_mobilenet_as_onnx_in_fp32_and_calibrated_in_8_bits(model: Any, tmp_path: Path) -> None:
     images, _ = quadrants(32, 100)
-    whole = image_classifier.to_onnx(model, tmp_path / "whole.onnx", images)
+    whole = image_classifier.write_onnx(model, tmp_path / "whole.onnx", images)
     assert whole.share() < 1e-4
-    small = image_classifier.to_onnx(model, tmp_path / "small.onnx", images, int8=True)
+    small = image_classifier.write_onnx(model, tmp_path / "small.onnx", images, int8=True)
     assert small.agreement >= 0.8
     assert 1e-4 < small.share() < 0.15  # 0.109 where onnxruntime multiplies with AVX512 and AMX
     assert 32 < largest_code(tmp_path / "small.onnx") <= 64
@@ -62,13 +62,13 @@ def test_mobilenet_as_onnx_in_fp32_and_calibrated_in_8_bits(model: Any, tmp_path
 def test_mobilenet_as_an_executorch_program(model: Any, tmp_path: Path, int8: bool) -> None:
     pytest.importorskip("executorch", reason="ExecuTorch is not installed here (pip install 'preheat[executorch]')")
     images, _ = quadrants(16, 100)
-    found = image_classifier.to_executorch(model, tmp_path / "model.pte", images, int8=int8)
+    found = image_classifier.write_executorch(model, tmp_path / "model.pte", images, int8=int8)
     assert found.share() < (0.5 if int8 else 1e-4)
 
 
 @pytest.mark.slow
 def test_an_efficientnet_in_8_bits_keeps_its_scores(tmp_path: Path) -> None:
     model, (images, _) = small("efficientnet"), quadrants(32, 100)
-    found = image_classifier.to_onnx(model, tmp_path / "small.onnx", images, int8=True)
+    found = image_classifier.write_onnx(model, tmp_path / "small.onnx", images, int8=True)
     assert found.share() < 0.3
     assert (tmp_path / "small.onnx").stat().st_size < 0.6 * sum(p.nbytes for p in model.parameters())

@@ -15,8 +15,8 @@ from PIL import Image
 from preheat.compress import pipeline as chains
 from preheat.compress.chain import Chain, Step, load_chain
 from preheat.compress.vision import training
-from preheat.compress.vision.image_folder import calibration, read_folder
-from preheat.compress.vision.pruning import narrower
+from preheat.compress.vision.image_folder import read_folder, sample_calibration
+from preheat.compress.vision.pruning import build_narrower
 from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.models.image_classifiers import compute_scores, open_classifier
 
@@ -64,7 +64,7 @@ def test_channels_that_do_nothing_go_first_and_the_scores_stay(family: str, tmp_
             if family == "efficientnet":  # what is squeezed looks at all channels
                 model.get_submodule(name.removesuffix(READERS[family]) + "squeeze_excite.reduce").weight[:, idle] = 0
     pixels = torch.randn(4, 3, 32, 32, generator=draw)
-    made, words = narrower(model, pixels.split(2), 0.5)
+    made, words = build_narrower(model, pixels.split(2), 0.5)
     assert made.num_parameters() < 0.95 * model.num_parameters()
     assert f"{made.num_parameters():,} parameters" in words
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_channels_that_do_nothing_go_first_and_the_scores_stay(family: str, tmp_
 def test_the_channels_that_stay_are_fitted_to_what_all_of_them_wrote() -> None:
     model, pixels = small("mobilenet_v2"), torch.randn(32, 3, 32, 32)
     name = "mobilenet_v2.layer.0"
-    made, _ = narrower(model, [pixels], 0.5)
+    made, _ = build_narrower(model, [pixels], 0.5)
     block, narrow = model.get_submodule(name), made.get_submodule(name)
     seen: dict[str, torch.Tensor] = {}
     for key, one in (("all", block), ("kept", narrow)):
@@ -108,7 +108,7 @@ def test_the_channels_that_stay_are_fitted_to_what_all_of_them_wrote() -> None:
 def test_what_cannot_be_narrower_is_refused() -> None:
     model = small("efficientnet")
     with pytest.raises(RecipeError, match=r"channels: 0.95 leaves expand_ratios at"):
-        narrower(model, [], 0.95)
+        build_narrower(model, [], 0.95)
     other = transformers.ViTForImageClassification(
         transformers.ViTConfig(
             hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32
@@ -117,7 +117,7 @@ def test_what_cannot_be_narrower_is_refused() -> None:
     with pytest.raises(
         RecipeError, match=r"supports the blocks of mobilenet_v2, mobilevit, efficientnet, and this model is a vit"
     ):
-        narrower(other, [], 0.5)
+        build_narrower(other, [], 0.5)
 
 
 def tinted(folder: Path, count: int = 24) -> Path:
@@ -184,10 +184,10 @@ def test_images_are_parted_by_class_and_faults_are_told_with_the_file(
     tinted(parted / "test", 1)
     few, _ = read_folder(parted, own, model.config)
     with pytest.raises(DataError, match="8 images to calibrate with are too few"):
-        calibration(few)
+        sample_calibration(few)
     alike = few.part([0] * 20)
     with pytest.raises(DataError, match="are identical"):
-        calibration(alike)
+        sample_calibration(alike)
     broken = parted / "train" / "blue" / "0.png"
     broken.write_bytes(broken.read_bytes()[:60])
     with pytest.raises(DataError, match=r"blue/0\.png: cannot be read as an image"):

@@ -14,7 +14,7 @@ import transformers
 
 from preheat.compress import shape_sampling, structured_pruning
 from preheat.compress.methods.depth import prune_depth
-from preheat.compress.methods.lottery import prune_by_lottery
+from preheat.compress.methods.lottery import prune_by_shape_search
 from preheat.compress.methods.magnitude import prune_by_magnitude
 from preheat.compress.methods.wanda import prune_by_wanda
 from preheat.compress.methods.width import prune_width
@@ -274,11 +274,11 @@ def test_a_cut_model_is_the_whole_one_with_the_rest_at_zero(family: str, tmp_pat
 def test_parts_that_write_nothing_count_nothing_and_go_first(family: str) -> None:
     model = made(family)
     now, wanted = slicing.sizes_of(model.config), replace(wanted_of(model, family), hidden=32)
-    kept = structured_pruning.chosen(structured_pruning.measure(made(family), ROWS), now, wanted)
+    kept = structured_pruning.choose_kept(structured_pruning.measure(made(family), ROWS), now, wanted)
     mute(model, kept, now)
     before, importance = compute_reference_logits(model, TOKENS), structured_pruning.measure(model, ROWS)
     assert [int((scores == 0).sum()) for scores in importance.channels] == [now.channels - wanted.channels] * 3
-    again = structured_pruning.chosen(importance, now, wanted)
+    again = structured_pruning.choose_kept(importance, now, wanted)
     for mine, other in zip((*kept.heads, *kept.channels), (*again.heads, *again.channels), strict=True):  # type: ignore[misc]
         assert torch.equal(mine, other)
     if family == "gpt2":  # which cannot have fewer heads at the same width
@@ -412,7 +412,7 @@ def test_drawn_shapes_meet_the_budget_and_can_be_built(family: str) -> None:
     )
     importance = structured_pruning.measure(model, ROWS)
     for sizes in drawn:
-        cut = structured_pruning.pruned(model, importance, sizes)
+        cut = structured_pruning.build_pruned(model, importance, sizes)
         assert slicing.sizes_of(cut.config) == sizes
         assert cut.num_parameters() == slicing.build_parameter_counter(model)(sizes)
         assert 0.9 * 0.7 * whole <= cut.num_parameters() <= 0.7 * whole
@@ -430,11 +430,11 @@ def test_fewer_channels_than_a_multiple_stay() -> None:
 def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     settings: dict[str, Any] = {"draws": 5, "smallest": 0.3, "multiple": 4, "seed": 1}
     model, whole = made("qwen3"), made("qwen3")
-    words, gone = prune_by_lottery(model, ROWS, parameters=0.7, **settings)
+    words, gone = prune_by_shape_search(model, ROWS, parameters=0.7, **settings)
     importance = structured_pruning.measure(whole, ROWS, products=True)
     losses = []
     for sizes in shape_sampling.draw(whole, parameters=0.7, **settings):
-        cut = structured_pruning.pruned(whole, importance, sizes, refit=True)
+        cut = structured_pruning.build_pruned(whole, importance, sizes, refit=True)
         with plain_forward(cut):
             losses.append(compute_loss(cut, ROWS))
     with plain_forward(model):
@@ -443,7 +443,7 @@ def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     assert whole.num_parameters() - model.num_parameters() == gone
     assert "the best of 5 shapes" in words
     late = made("qwen3")
-    words, _ = prune_by_lottery(late, ROWS, parameters=0, latency=0.99, **settings | {"draws": 6})
+    words, _ = prune_by_shape_search(late, ROWS, parameters=0, latency=0.99, **settings | {"draws": 6})
     assert late.num_parameters() < whole.num_parameters()
     assert "of 6 shapes" in words or "took more than 0.99" in words
 
@@ -470,7 +470,7 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
     )
 
     def after(importance: Any, refit: bool = False, **changed: int) -> float:
-        cut = structured_pruning.pruned(model, importance, replace(now, **changed), refit=refit)
+        cut = structured_pruning.build_pruned(model, importance, replace(now, **changed), refit=refit)
         with plain_forward(cut):
             return compute_loss(cut, [held_out])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.cli.views.long_context_table import grids
+from preheat.cli.views.long_context_table import build_grids
 from preheat.core import Phase, Slot
 from preheat.core.run_records import ResultFigures, Results, StoredResult
 from preheat.data.packing import Tokens
@@ -27,7 +27,7 @@ from preheat.evaluation.tasks import LengthTask, find_tasks
 from preheat.files import read_record, to_plain_data
 from preheat.models.hf import compute_reference_logits
 from preheat.recipe import parse
-from preheat.report.long_context_charts import lengths
+from preheat.report.long_context_charts import render_lengths
 
 from ...conftest import DEVICE
 
@@ -280,17 +280,17 @@ def test_a_report_draws_before_and_after_and_a_terminal_has_both_in_a_cell() -> 
     shares = [{"length": 64, "share": s, "value": 3 - s, "low": None, "high": None} for s in (0.0, 0.25, 0.5, 1.0)]
     book = {"metrics": {}, "parts": shares}
     after = {"tasks": {"recall": task(1, 0.5, 0.25, 0), "<b>pos": curve, "book": book, "cloze": {"metrics": {}}}}
-    page = lengths(read_record(Results, after), read_record(Results, {"tasks": {"recall": task(0, 0, 0, 0)}}))
+    page = render_lengths(read_record(Results, after), read_record(Results, {"tasks": {"recall": task(0, 0, 0, 0)}}))
     assert page.count("<svg") == 4
     assert "44 % right, the least at 128 tokens and depth 100 %: 0 %." in page.replace("\u00a0", " ")
     assert "it falls up to position 64." in page
     assert "3.000 with nothing before them, 2.000 with all" in page
     assert "<b>pos" not in page
-    assert lengths(Results(tasks={"cloze": ResultFigures(metrics={})}), Results()) == ""
+    assert render_lengths(Results(tasks={"cloze": ResultFigures(metrics={})}), Results()) == ""
     from rich.console import Console
 
     console = Console(width=120, record=True, file=io.StringIO())
-    for grid in grids({"tasks": after["tasks"], "before": {"tasks": {"recall": task(0, 0, 0, 0)}}}):
+    for grid in build_grids({"tasks": after["tasks"], "before": {"tasks": {"recall": task(0, 0, 0, 0)}}}):
         console.print(grid)
     shown = console.export_text()
     assert "0.00 → 0.25" in shown

@@ -817,7 +817,7 @@ def test_without_a_compiler_the_reason_is_told_and_tensors_live_on(tmp_path: Pat
 def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: str, warned: bool) -> None:
     from rich.console import Console
 
-    from preheat.cli.views.console import picture
+    from preheat.cli.views.console import build_answer
     from preheat.planning.plan import plan
 
     dtypes = ("fp32", "bf16")
@@ -831,7 +831,7 @@ def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: s
     assert made.fp32_rate == (7e10 if warned else None)
     screen = Console(width=200, file=io.StringIO())
     with screen.capture() as caught:
-        screen.print(picture(made, "tiny"))
+        screen.print(build_answer(made, "tiny"))
     assert ("a CPU is slow in bf16: 8 GFLOP/s, and 70 in fp32" in caught.get()) == warned
 
 
@@ -865,7 +865,7 @@ import resource
 from pathlib import Path
 import torch
 from preheat.hardware.cpu_allocator import install_heap
-from preheat.hardware.oom import is_oom, require_room, requested_bytes
+from preheat.hardware.oom import is_oom, require_room, parse_requested_bytes
 assert install_heap() is None
 below, above = torch.empty(256 << 20, dtype=torch.uint8), torch.empty(1 << 20, dtype=torch.uint8)
 del below
@@ -876,7 +876,7 @@ require_room(16 << 20)
 try:
     require_room(64 << 20)
 except MemoryError as error:
-    print(is_oom(error), requested_bytes(str(error)))
+    print(is_oom(error), parse_requested_bytes(str(error)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", str(64 << 20)]

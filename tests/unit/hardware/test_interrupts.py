@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from preheat.cli import main
-from preheat.cli.train import resuming
+from preheat.cli.train import build_resume_command
 from preheat.hardware.child_processes import describe_exit, listen, wrap_in_parent_death
 from preheat.hardware.interrupts import Interrupted, check, handled_signals, raise_on_signal
 from preheat.training.signals import Signals
@@ -112,15 +112,15 @@ def test_the_command_that_goes_on_is_what_was_typed_quoted() -> None:
         "--out",
         "y",
     ]
-    assert resuming(typed, "runs/it's") == (
+    assert build_resume_command(typed, "runs/it's") == (
         "preheat --debug train 'a b.yaml' --set 'x=[1, 2]' --nproc 2 --out 'runs/it'\"'\"'s' --resume"
     )
 
 
 PARENT = """
 import subprocess, sys
-from preheat.hardware.child_processes import tethered
-child = subprocess.Popen(tethered(["sleep", "60"]))
+from preheat.hardware.child_processes import wrap_in_parent_death
+child = subprocess.Popen(wrap_in_parent_death(["sleep", "60"]))
 print(child.pid, flush=True)
 child.wait()
 """

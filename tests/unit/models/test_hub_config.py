@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from preheat.cli.options.subject import subject_of
+from preheat.cli.options.subject import find_subject
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import find_accelerator
 from preheat.models.hub_config import find_hub_folder
@@ -32,15 +32,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_name_on_the_hub_is_planned_by_its_configuration(hub: Path) -> None:
-    from preheat.cli.plan_output import recipe_text
+    from preheat.cli.plan_output import render_recipe
     from preheat.recipe import to_values
 
     assert find_hub_folder("owner/new-model") == hub
-    subject = subject_of("owner/new-model")
+    subject = find_subject("owner/new-model")
     assert (subject.recipe.model.path, subject.checkpoint) == (str(hub), "owner/new-model")
     assert subject.recipe.batch.seq_len == json.loads((hub / "config.json").read_text())["max_position_embeddings"]
     # The recipe to train by names the model, not a folder of the cache.
-    assert "path: owner/new-model" in recipe_text(
+    assert "path: owner/new-model" in render_recipe(
         replace(plan_of(values_of(1.0, 8.0)), recipe=to_values(subject.recipe)), subject
     )
 
@@ -49,7 +49,7 @@ def test_a_name_on_the_hub_is_planned_by_its_configuration(hub: Path) -> None:
 def test_a_name_that_the_hub_does_not_have_is_not_a_model(name: str, hub: Path) -> None:
     assert find_hub_folder(name) is None
     with pytest.raises(RecipeError, match="not a known model"):
-        subject_of(name)
+        find_subject(name)
 
 
 OF_HUB = "model: {path: owner/new-model}\nstop: {max_steps: 1}\nbatch: {size: 2, seq_len: 32}\n"
@@ -112,16 +112,16 @@ def test_a_model_that_is_cached_trains_without_a_network(
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, tmp_path: Path) -> None:
     from preheat import recipe as recipes
-    from preheat.cli.views.next_command import assumed_settings
+    from preheat.cli.views.next_command import list_assumed_settings
     from preheat.planning.plan import plan
     from preheat.planning.plan_request import request_of
 
     config = tiny_config("llama")
     (create_model(config) if weights else config).save_pretrained(tmp_path / "model")
-    subject = subject_of(str(tmp_path / "model"))
+    subject = find_subject(str(tmp_path / "model"))
     prediction = plan(request_of(subject.recipe, find_accelerator("H100"), count_rows=False))
     assert prediction.peak_gib > 0
-    lines = assumed_settings(subject, prediction, [], per_host=8)
+    lines = list_assumed_settings(subject, prediction, [], per_host=8)
     assert "a tokenizer for the model's embedding (--set data.tokenizer)" in lines
     # A run would train a tokenizer of 4,096 tokens, for 96 rows, or read the weights' tokens wrongly.
     with pytest.raises(RecipeError, match="has weights and no tokenizer" if weights else "data.vocab_size: 4096: the"):

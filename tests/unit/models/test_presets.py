@@ -16,7 +16,7 @@ import yaml
 
 from preheat import recipe as recipes
 from preheat.cli.models import next_commands
-from preheat.cli.options.subject import subject_of
+from preheat.cli.options.subject import find_subject
 from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
@@ -137,7 +137,7 @@ def test_the_commands_that_are_shown_for_a_model_are_accepted(name: str, tmp_pat
     (words,) = re.findall(r"^  preheat plan (.*)$", shown, re.MULTILINE)
     subject, *options = words.split()
     resolve_accelerator(options[options.index("--gpu") + 1])
-    recipe = subject_of(subject, []).recipe
+    recipe = find_subject(subject, []).recipe
     if preset.not_trained is None:
         assert "--inference" not in options
         hf.build_on_meta(config := hf.configure(recipe))

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from preheat.compress.export.published_layout import published_layout
+from preheat.compress.export.published_layout import find_published_layout
 from preheat.core import Build
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
@@ -162,7 +162,7 @@ def test_a_changed_text_part_is_written_back_in_its_layout(family: str, tmp_path
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)
-    layout, note = published_layout(LoadedModel(result.recipe, result, None, None, ""))
+    layout, note = find_published_layout(LoadedModel(result.recipe, result, None, None, ""))
     assert layout is not None, note
     (tmp_path / "out").mkdir()
     assert layout.write(model, tmp_path / "out", "float32") == ""
@@ -186,7 +186,7 @@ def test_old_names_shards_and_an_untied_head_are_read_and_written(tmp_path: Path
     model = result.trained[0]
     assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
     torch.testing.assert_close(compute_reference_logits(model, TOKENS), compute_reference_logits(whole, TOKENS))
-    layout, _ = published_layout(LoadedModel(result.recipe, result, None, None, ""))
+    layout, _ = find_published_layout(LoadedModel(result.recipe, result, None, None, ""))
     assert layout is not None
     (tmp_path / "out").mkdir()
     assert layout.write(model, tmp_path / "out", "float32") == ""
@@ -203,7 +203,7 @@ def test_fused_experts_are_read_and_written_as_they_were_published(tmp_path: Pat
     torch.testing.assert_close(
         compute_reference_logits(result.trained[0], TOKENS), compute_reference_logits(whole, TOKENS)
     )
-    layout, _ = published_layout(LoadedModel(result.recipe, result, None, None, ""))
+    layout, _ = find_published_layout(LoadedModel(result.recipe, result, None, None, ""))
     assert layout is not None
     (tmp_path / "out").mkdir()
     assert layout.write(result.trained[0], tmp_path / "out", "float32") == ""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from preheat.cli.views.console import picture
+from preheat.cli.views.console import build_answer
 from preheat.core import STEP, Device
 from preheat.engine.async_checkpoint import count_host_bytes
 from preheat.engine.builder import build
@@ -177,7 +177,7 @@ def test_a_plan_for_this_machine_says_where_the_heap_is_out_of_reach(monkeypatch
     here, there = (plan(Request(tiny(), d, vocabulary=96, rates=rates)) for d in (DEVICE, rates.as_device))
     console = Console(width=200, file=io.StringIO())
     for made in (here, there):
-        console.print(picture(made, "tiny"))
+        console.print(build_answer(made, "tiny"))
     assert console.file.getvalue().count("no compiler; torch's own allocator will be used") == 1  # type: ignore[attr-defined]
     assert there.heap is None
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.cli.views.plan_answer import warnings_of
+from preheat.cli.views.plan_answer import list_warnings
 from preheat.core import Axis
 from preheat.core.plan import HostLaunches
 from preheat.hardware.gpu_memory import CONTEXT
@@ -286,7 +286,7 @@ def test_a_plan_says_when_an_unknown_host_decides_and_how_little_it_knows() -> N
     assert small.host is not None
     assert small.host.seconds_each == 9e-6
     assert small.tokens_per_second_interval.low == pytest.approx(0.2 * small.tokens_per_second)
-    assert any(f"{small.host.operators:,} operators at 9 µs" in line for line in warnings_of(small))
+    assert any(f"{small.host.operators:,} operators at 9 µs" in line for line in list_warnings(small))
 
 
 def test_the_split_of_a_step_adds_up_by_the_catalogue_and_by_measured_rates() -> None:
@@ -408,7 +408,7 @@ def test_a_calibration_that_cannot_be_true_gives_way_to_the_data_sheet(
     else:
         assert planned.doubt is not None
         assert why in planned.doubt
-        assert planned.doubt in warnings_of(planned)
+        assert planned.doubt in list_warnings(planned)
     unknown = describe(replace(request, rates=replace(rates, hardware="a new card")), seen)
     if alone is None:
         assert unknown.doubt is None

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from preheat.cli.options.subject import subject_of
+from preheat.cli.options.subject import find_subject
 from preheat.core import Axis, Problem, ProblemCode, Tag, registry
 from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
@@ -195,20 +195,20 @@ def test_a_device_is_stated_in_its_data_sheets_units() -> None:
 
 
 def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
-    named = subject_of("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
+    named = find_subject("Qwen/Qwen3-8B", method="qlora", batch_tokens=65536, length=4096)
     assert (named.recipe.model.preset, named.checkpoint, named.from_user) == ("qwen3-8b", "Qwen/Qwen3-8B", False)
     assert (named.recipe.batch.size, named.recipe.batch.seq_len) == (16, 4096)
     assert set(named.recipe.techniques) == {"lora", "nf4"}
-    assert subject_of("demo").from_user
-    assert subject_of("15M").recipe.model.size == "15M"
-    assert subject_of(None, ["model.size=15M"]).recipe.model.size == "15M"
+    assert find_subject("demo").from_user
+    assert find_subject("15M").recipe.model.size == "15M"
+    assert find_subject(None, ["model.size=15M"]).recipe.model.size == "15M"
     for what, how, words in (
         ("qwen3-8b", {"batch_tokens": 1000}, "no multiple of sequences of 2,048"),
         ("qwen3-8b", {"batch_tokens": 0}, "no multiple"),
         (str(tmp_path), {}, "without a config.json"),
     ):
         with pytest.raises(RecipeError, match=words):
-            subject_of(what, **how)  # type: ignore[arg-type]
+            find_subject(what, **how)  # type: ignore[arg-type]
 
 
 def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
         '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 128}'
     )
     with pytest.raises(RecipeError, match="has no num_hidden_layers"):
-        hf.configure(subject_of(str(tmp_path)).recipe)
+        hf.configure(find_subject(str(tmp_path)).recipe)
 
 
 @pytest.mark.parametrize(

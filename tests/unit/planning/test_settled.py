@@ -156,7 +156,7 @@ def test_a_plan_without_room_for_its_error_says_so() -> None:
 
     from rich.console import Console
 
-    from preheat.cli.views.console import picture
+    from preheat.cli.views.console import build_answer
     from preheat.planning.plan import plan
 
     rates = Roofline.of("H100")
@@ -164,7 +164,7 @@ def test_a_plan_without_room_for_its_error_says_so() -> None:
 
     def told(available: float) -> str:
         page = StringIO()
-        Console(file=page, width=300).print(picture(replace(whole, available_gib=available), "tiny"))
+        Console(file=page, width=300).print(build_answer(replace(whole, available_gib=available), "tiny"))
         return page.getvalue()
 
     assert "little room" in told(whole.peak_gib / 0.98)

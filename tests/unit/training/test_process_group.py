@@ -21,7 +21,7 @@ from preheat.hardware.child_processes import is_single_host, store_address
 from preheat.hardware.interrupts import Interrupted, raise_on_signal
 from preheat.planning.request import Request
 from preheat.training.launch.local import start
-from preheat.training.process_group import Ranks, _roll_call, rendezvous
+from preheat.training.process_group import Ranks, _agree_on_prefix, join_process_group
 
 from ...conftest import tiny, within
 from ...fork_server import Fork
@@ -37,7 +37,9 @@ def test_the_roll_is_called_past_words_that_dead_processes_left() -> None:
     }.items():
         store.set(key, value)
     words: dict[int, Any] = {}
-    both = [threading.Thread(target=lambda n=n: words.update({n: _roll_call(store, n, 2, 20.0)})) for n in range(2)]
+    both = [
+        threading.Thread(target=lambda n=n: words.update({n: _agree_on_prefix(store, n, 2, 20.0)})) for n in range(2)
+    ]
     for thread in both:
         thread.start()
     for thread in both:
@@ -47,7 +49,7 @@ def test_the_roll_is_called_past_words_that_dead_processes_left() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(RunError, match=r"rank 0: waited 0.2 s for the other processes; not there: rank 1, 2"):
-        _roll_call(dist.HashStore(), 0, 3, 0.2)
+        _agree_on_prefix(dist.HashStore(), 0, 3, 0.2)
 
 
 def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
@@ -66,14 +68,14 @@ def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
         with pytest.raises(
             RunError, match=rf"rank 1: cannot meet the others at 127.0.0.1:{port} within 0.3 s \(Connection refused\)"
         ):
-            rendezvous(tiny(more="parallel: {timeout: 0.3}"))
+            join_process_group(tiny(more="parallel: {timeout: 0.3}"))
     assert capfd.readouterr().err == ""  # no frames of C++
 
 
 def member() -> None:
     """Adds up with the others; prints the sum and the addresses on which this process listens."""
     recipe = tiny(more="parallel: {timeout: 60}")
-    ranks = rendezvous(recipe)
+    ranks = join_process_group(recipe)
     ranks.join(recipe, "cpu")
     total = torch.tensor([float(ranks.rank + 1)])
     dist.all_reduce(total)

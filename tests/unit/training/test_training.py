@@ -15,7 +15,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RunError
 from preheat.recipe import Schedule, override
-from preheat.training.lr_schedule import lr_factor
+from preheat.training.lr_schedule import compute_lr_factor
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 
@@ -49,7 +49,7 @@ def test_averaging_means_would_not_pass_that_test() -> None:
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 def test_schedules(kind: str) -> None:
     schedule, total = Schedule(kind=kind, warmup_ratio=0.1, decay_ratio=0.2, min_lr_ratio=0.1), 1000  # type: ignore[arg-type]
-    shares = [lr_factor(schedule, step, total) for step in range(total)]
+    shares = [compute_lr_factor(schedule, step, total) for step in range(total)]
     assert shares[0] == pytest.approx(1 / 100)
     assert shares[99] == shares[100] == 1.0
     assert max(shares) == 1.0
