@@ -41,7 +41,7 @@ from _gpu import peers, records  # noqa: E402
 from _gpu.case import Case, Skip, Where, Wrong  # noqa: E402
 
 # Before `find_missing` has looked for what preheat needs: these import the standard library only.
-from preheat.hardware.child_processes import wrap_in_parent_death  # noqa: E402
+from preheat.hardware.child_processes import tie_to_parent  # noqa: E402
 from preheat.hardware.interrupts import Interrupted, raise_on_signal  # noqa: E402
 
 PARTS = ("correct", "memory", "ladder")
@@ -153,7 +153,7 @@ class Process:
         ]
         self.process = subprocess.Popen(
             # Tethered, for a `kill -9` of this process; a session of its own, so that `end` reaches all of its processes.
-            wrap_in_parent_death(command),
+            tie_to_parent(command),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

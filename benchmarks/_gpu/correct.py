@@ -21,7 +21,7 @@ from typing import Any
 from _gpu import compressed
 from _gpu.case import Case, Skip, Where, Wrong
 from _gpu.short_of_memory import LIMITED
-from preheat.hardware.child_processes import wrap_in_parent_death
+from preheat.hardware.child_processes import tie_to_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 SPREAD = {
@@ -496,7 +496,7 @@ techniques: {techniques}
 
 def _run_preheat(where: Where, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command, which is to succeed."""
-    command = wrap_in_parent_death([sys.executable, "-m", "preheat", *arguments])
+    command = tie_to_parent([sys.executable, "-m", "preheat", *arguments])
     done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
@@ -604,7 +604,7 @@ def _check_short_memory(phase: str, where: Where) -> dict[str, Any]:
     recipe = _write_recipe(where, f"short-{phase}", techniques, vocabulary=vocabulary, width=width)
     out = Path(where.folder) / f"short-{phase}"
     script = str(Path(__file__).with_name("short_of_memory.py"))
-    command = wrap_in_parent_death([sys.executable, script, recipe, out.name, phase, *OFTEN])
+    command = tie_to_parent([sys.executable, script, recipe, out.name, phase, *OFTEN])
     done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
     file = out / "events.jsonl"  # written with the first event
     events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []

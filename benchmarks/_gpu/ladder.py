@@ -20,7 +20,7 @@ from typing import Any
 from _gpu import peers
 from _gpu.case import Case, Skip, Where, Wrong
 from _gpu.shapes import recipe_of
-from preheat.hardware.child_processes import wrap_in_parent_death
+from preheat.hardware.child_processes import tie_to_parent
 
 STEPS, UNTIMED = 9, 4
 DOES_NOT_FIT = 3
@@ -249,7 +249,7 @@ def _plan(task: str, rung: str, where: Where) -> dict[str, Any]:
     file = Path(where.folder) / "stated.yaml"
     file.write_text(recipes.dump(_recipe(task, techniques, where)), encoding="utf-8")
     command = [sys.executable, "-m", "preheat", "plan", file.name, "--json", *options]
-    done = subprocess.run(wrap_in_parent_death(command), cwd=where.folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(tie_to_parent(command), cwd=where.folder, capture_output=True, text=True, check=False)
     if done.returncode not in (0, DOES_NOT_FIT):
         raise Wrong(f"plan: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}", {})
     plan = json.loads(done.stdout)

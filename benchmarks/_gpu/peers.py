@@ -297,7 +297,7 @@ def run_apart(peer: str, task: Task, tokens: Path, sites: str) -> dict[str, Any]
     Returns:
         {seconds, losses: of each step, versions: of what it imported, figures: memory on CUDA}, or {skip: why}, or {out of memory: why}.
     """
-    from preheat.hardware.child_processes import describe_exit, wrap_in_parent_death
+    from preheat.hardware.child_processes import describe_exit, tie_to_parent
 
     job, result = Path(task.folder) / "peer-job.json", Path(task.folder) / "peer-result.json"
     job.write_text(json.dumps({"peer": peer, "tokens": str(tokens), "result": str(result), "task": asdict(task)}))
@@ -307,7 +307,7 @@ def run_apart(peer: str, task: Task, tokens: Path, sites: str) -> dict[str, Any]
     # `-P`: nothing from the folder of the run, where a trainer's packages must not be looked for.
     command = [sys.executable, "-P", "-m", "_gpu.peers", str(job)]
     done = subprocess.run(
-        wrap_in_parent_death(command), env=environment, cwd=task.folder, stdin=subprocess.DEVNULL, check=False
+        tie_to_parent(command), env=environment, cwd=task.folder, stdin=subprocess.DEVNULL, check=False
     )
     if done.returncode or not result.exists():
         raise Wrong(f"the trainer's process {describe_exit(done.returncode)}: see the log", {})

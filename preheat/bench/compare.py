@@ -19,7 +19,7 @@ from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow, Tec
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.files import to_json, write_atomic
-from preheat.hardware.child_processes import describe_exit, wrap_in_parent_death
+from preheat.hardware.child_processes import describe_exit, tie_to_parent
 from preheat.planning.search.result import describe_shortfall
 from preheat.recipe import Recipe
 from preheat.run.layout import MEMORY_KEYS, claim_folder
@@ -200,8 +200,8 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
     job.write_text(encode(values), encoding="utf-8")
     command = [sys.executable, "-m", "preheat.bench.worker", str(job), str(result)]
     # A process of its own: peaks of memory, compiled code and allocator state of one contender do not reach
-    # the next. `tethered` ends it if this process ends first.
-    done = subprocess.run(wrap_in_parent_death(command), capture_output=True, text=True, check=False)
+    # the next. `tie_to_parent` ends it if this process ends first.
+    done = subprocess.run(tie_to_parent(command), capture_output=True, text=True, check=False)
     if done.returncode or not result.exists():
         # A negative code is a signal: the last line of standard error would not explain it.
         last = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode >= 0 else ""

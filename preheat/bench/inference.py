@@ -25,7 +25,7 @@ from preheat.bench.messages import Ending, Generation, InferenceJob, OpenedModel
 from preheat.core.bench import InferenceMachine, InferenceModel, InferenceResult, InferenceRow, Spread
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.files import read_record, to_json, write_atomic
-from preheat.hardware.child_processes import describe_exit, last_error_line, wrap_in_parent_death
+from preheat.hardware.child_processes import describe_exit, last_error_line, tie_to_parent
 from preheat.recipe import Sample
 from preheat.run.layout import claim_folder
 
@@ -69,7 +69,7 @@ class _Worker:
         self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8", errors="replace")
         command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
         self._process = subprocess.Popen(
-            wrap_in_parent_death(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+            tie_to_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
 
     def __enter__(self) -> _Worker:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from preheat.bench.messages import ZeroJob, ZeroTurn, encode
-from preheat.hardware.child_processes import describe_exit, last_error_line, local_group, wrap_in_parent_death
+from preheat.hardware.child_processes import describe_exit, last_error_line, local_group, tie_to_parent
 
 __all__ = ["main", "run_processes", "take_steps"]
 
@@ -41,7 +41,7 @@ def run_processes(job: ZeroJob) -> list[ZeroTurn] | str:
             for rank in range(world):
                 started.append(
                     subprocess.Popen(
-                        wrap_in_parent_death([*command, str(rank)]),
+                        tie_to_parent([*command, str(rank)]),
                         stdout=subprocess.DEVNULL,
                         stderr=errors[rank],
                         env={**os.environ, "OMP_NUM_THREADS": str(threads), **local_group()},

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from preheat.errors import RunError
 from preheat.files import to_json
-from preheat.hardware.child_processes import describe_exit, wrap_in_parent_death
+from preheat.hardware.child_processes import describe_exit, tie_to_parent
 from preheat.ops.quantization.grids import Groups
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(
         # The other environment has its own torch and transformers, so ours must not leak into its path.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         process = subprocess.run(
-            wrap_in_parent_death([program, str(worker), str(folder)]),
+            tie_to_parent([program, str(worker), str(folder)]),
             capture_output=True,
             text=True,
             check=False,

@@ -28,7 +28,7 @@ def measure_task(task: Task, scorer: Scorer, *, limit: int | None = None, sample
         samples: file to which a line of JSON is appended for each row, with the prompt, the answer and the gold.
 
     Raises:
-        DataError, RecipeError: as in `items_of`.
+        DataError, RecipeError: as in `read_items`.
     """
     items = read_items(task, scorer.tokenizer, limit=limit, head=CLASSES in scorer.build.tags)
     return measure_items(task, items, scorer, samples=samples)
@@ -42,7 +42,7 @@ def require_room(items: Sequence[Item], reader: Reader) -> None:
 
 
 def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples: Path | None = None) -> Result:
-    """Measures questions that `items_of` has returned; arguments and errors as in `measure_task`."""
+    """Measures questions that `read_items` has returned; arguments and errors as in `measure_task`."""
     before = scorer.truncated
     values: dict[str, Metric]
     written: list[int] | list[list[Score]] | list[str]

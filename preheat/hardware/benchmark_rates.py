@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from preheat.cache_folder import require_storable
 from preheat.core import Device, MachineUse
 from preheat.errors import DoesNotFit, RunError
-from preheat.hardware.child_processes import describe_exit, last_error_line, wrap_in_parent_death
+from preheat.hardware.child_processes import describe_exit, last_error_line, tie_to_parent
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.gpu_memory import OTHERS, other_processes_bytes
 from preheat.hardware.host_time import HostTime, measure_host_time
@@ -751,7 +751,7 @@ def _measure_in_process(
     # A file for its stderr: a full pipe that is read only after the progress would block the child.
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
-        subprocess.Popen(wrap_in_parent_death(command), **pipes, stderr=stderr, text=True) as child,
+        subprocess.Popen(tie_to_parent(command), **pipes, stderr=stderr, text=True) as child,
     ):
         assert child.stdin is not None
         assert child.stdout is not None

@@ -28,7 +28,7 @@ __all__ = [
     "local_group",
     "create_local_store",
     "store_address",
-    "wrap_in_parent_death",
+    "tie_to_parent",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ except OSError as error:
 """
 
 
-def wrap_in_parent_death(command: Sequence[str]) -> list[str]:
+def tie_to_parent(command: Sequence[str]) -> list[str]:
     """Wraps a command so that Linux kills it when the starting thread ends, even by `kill -9`; unchanged elsewhere."""
     if sys.platform != "linux":
         return list(command)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from preheat.cache_folder import cache_folder, create_own_folder, is_private
 from preheat.errors import RunError
-from preheat.hardware.child_processes import wrap_in_parent_death
+from preheat.hardware.child_processes import tie_to_parent
 
 __all__ = [
     "NO_COMPILER",
@@ -163,7 +163,7 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
             # The rpath finds c10 without LD_LIBRARY_PATH.
             link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
             command = [cxx, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(binary), *link]
-            done = subprocess.run(wrap_in_parent_death(command), capture_output=True, text=True, check=False)
+            done = subprocess.run(tie_to_parent(command), capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
                 raise RunError(f"{cxx} could not build {source.name}: {reason}")

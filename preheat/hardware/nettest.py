@@ -23,7 +23,7 @@ from preheat.hardware.child_processes import (
     last_error_line,
     listen,
     local_group,
-    wrap_in_parent_death,
+    tie_to_parent,
 )
 from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
 from preheat.hardware.link_rates import COLLECTIVES, LinkRate, store_links
@@ -155,7 +155,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
                 environment[LISTENING] = str(listening.fileno()) if rank == 0 else ""
                 started.append(
                     subprocess.Popen(
-                        wrap_in_parent_death(command),
+                        tie_to_parent(command),
                         env=environment | local_group(),
                         stdout=subprocess.PIPE if rank == 0 else None,
                         stderr=error_files[rank],

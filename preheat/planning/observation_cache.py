@@ -49,7 +49,7 @@ _IRRELEVANT = (
     "hardware",
 )
 _known: dict[str, Observation] = {}
-_fullest: dict[str, list[int]] = {}  # key of a request -> its `fullest_ranks`
+_fullest: dict[str, list[int]] = {}  # key of a request -> its `find_fullest_ranks`
 
 
 def observe_cached(request: Request, *, how: str = "few", rank: int | None = None, logged: bool = False) -> Observation:

@@ -383,9 +383,9 @@ def test_a_signal_ends_all_processes(tmp_path: Path) -> None:
     """Those that a case has started too; and a `kill -9`, after which nothing can clean up."""
     (tmp_path / "mine.py").write_text(
         "import subprocess, sys, time\nfrom pathlib import Path\nfrom _gpu.case import Case\n"
-        "from preheat.hardware.child_processes import wrap_in_parent_death\n"
+        "from preheat.hardware.child_processes import tie_to_parent\n"
         "def hang(where):\n"
-        "    child = subprocess.Popen(wrap_in_parent_death([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
+        "    child = subprocess.Popen(tie_to_parent([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
         "    Path('children').write_text(f'{__import__(\"os\").getpid()} {child.pid}')\n"
         "    time.sleep(600)\n"
         "def cases(where): return [Case('first', lambda where: {}), Case('hang', hang, seconds=600)]\n"

@@ -23,7 +23,7 @@ from preheat.compress.export.gguf_tokenizer import add_vocabulary, assign_end_to
 from preheat.compress.export.merged_model import Plain, build_configuration, require, write_plain_model
 from preheat.core.export import ExportResult, LlamaCppComparison
 from preheat.errors import RunError
-from preheat.hardware.child_processes import wrap_in_parent_death
+from preheat.hardware.child_processes import tie_to_parent
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -165,7 +165,7 @@ def _find_tool(dtype: str) -> str:
 
 def _quantize(tool: str, source: Path, file: Path, dtype: str) -> None:
     process = subprocess.run(
-        wrap_in_parent_death([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True
+        tie_to_parent([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True
     )
     if process.returncode or not file.is_file():
         # The tool logs its progress first; the reason is in the last line.

@@ -30,7 +30,7 @@ __all__ = ["ring_attention", "ring_bytes"]
 
 
 def _pass_on(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sends x to the next rank of the ring and returns the previous rank's tensor; call `landed` before use."""
+    """Sends x to the next rank of the ring and returns the previous rank's tensor; call `wait_for_collective` before use."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     # An all-to-all in which each rank sends to one and receives from one: torch's functional collectives have no send.
     to, come = ([x.numel() if n == (rank + step) % degree else 0 for n in range(degree)] for step in (1, -1))
@@ -109,7 +109,7 @@ def ring_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callab
     """Returns ring attention equivalent to `kernel` for zigzag-sharded rows: (q, k, v, mask, scale) -> local out.
 
     Grouped keys and values are sent without repetition. torch's fused kernel serves causal masks, packed or not;
-    blockwise matmuls serve the reference kernel and `blocked_attention`, including windows. The mask is that of full
+    blockwise matmuls serve the reference kernel and `attend_blockwise`, including windows. The mask is that of full
     rows.
 
     Args:

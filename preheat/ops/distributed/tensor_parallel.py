@@ -546,7 +546,7 @@ def _(loss: Recorded, group: dist.ProcessGroup) -> RowLoss:
 
 
 def sum_sharded_loss(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
-    """`chunked_logits` for a head sharded by rows: each rank computes the logits of its own rows only.
+    """`sum_chunked_loss` for a head sharded by rows: each rank computes the logits of its own rows only.
 
     The loss is equal on every rank, and so is the gradient by `hidden`, which is all-reduced once.
 
@@ -563,6 +563,6 @@ def sum_sharded_loss(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligne
     # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     bias: Any = head.bias
-    # `chunked_logits` needs no more of a head than its weight and bias.
+    # `sum_chunked_loss` needs no more of a head than its weight and bias.
     mine: Any = SimpleNamespace(weight=weight.to_local(), bias=bias.to_local() if bias is not None else None)
     return sum_chunked_loss(spread, mine, _shard_loss(row_loss, mesh.get_group()), *aligned, rows=rows)

@@ -37,7 +37,7 @@ def compute_output_error(change: Tensor, gram: Tensor) -> float:
 
 
 def search_clipping(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
-    """Searches the clipping of each group that minimizes its output error; returns scales and zeros as `group_grid`.
+    """Searches the clipping of each group that minimizes its output error; returns scales and zeros as `compute_group_grid`.
 
     Groups are searched independently, with the diagonal blocks of the Gram matrix.
     """

@@ -26,7 +26,7 @@ from preheat.hardware.child_processes import (
     describe_exit,
     listen,
     local_group,
-    wrap_in_parent_death,
+    tie_to_parent,
 )
 from preheat.hardware.interrupts import Interrupted
 from preheat.training.process_group import BACKEND
@@ -141,7 +141,7 @@ class _Launched:
                 self.printed += [printed] if printed else []
                 self.started.append(
                     subprocess.Popen(
-                        wrap_in_parent_death([sys.executable, "-m", "preheat", *self.command]),
+                        tie_to_parent([sys.executable, "-m", "preheat", *self.command]),
                         env=shared | {key: str(value) for key, value in ranks.items()},
                         stdout=printed,
                         start_new_session=True,  # so that Ctrl-C reaches only this process, which forwards it once
@@ -216,7 +216,7 @@ def explain_abort(store: Store, world: int, running: Sequence[int]) -> str:
         world: number of processes.
         running: ranks that were still running.
     """
-    # The keys of `_roll_call`, `Ranks.join` and the watchdog, seen from outside their prefix.
+    # The keys of `_agree_on_prefix`, `Ranks.join` and the watchdog, seen from outside their prefix.
     prefix = parse_json(store.get("roll"))["word"] if store.check(["roll"]) else ""
     if not store.check([f"{prefix}/{BACKEND}"]):
         return "; the last lines above are those of the library that aborted it"

@@ -19,7 +19,7 @@ LOUD = "import signal, sys; signal.alarm(20); sys.stderr.write('x' * 200_000 + '
 
 
 def runs(monkeypatch: pytest.MonkeyPatch, module: object, code: str) -> None:
-    monkeypatch.setattr(module, "tethered", lambda command: [sys.executable, "-c", code, *command[-2:]])
+    monkeypatch.setattr(module, "tie_to_parent", lambda command: [sys.executable, "-c", code, *command[-2:]])
 
 
 def test_a_worker_of_an_inference_benchmark_that_ended_has_failed(

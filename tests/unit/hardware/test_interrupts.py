@@ -15,7 +15,7 @@ import pytest
 
 from preheat.cli import main
 from preheat.cli.train import build_resume_command
-from preheat.hardware.child_processes import describe_exit, listen, wrap_in_parent_death
+from preheat.hardware.child_processes import describe_exit, listen, tie_to_parent
 from preheat.hardware.interrupts import Interrupted, check, handled_signals, raise_on_signal
 from preheat.training.signals import Signals
 
@@ -119,8 +119,8 @@ def test_the_command_that_goes_on_is_what_was_typed_quoted() -> None:
 
 PARENT = """
 import subprocess, sys
-from preheat.hardware.child_processes import wrap_in_parent_death
-child = subprocess.Popen(wrap_in_parent_death(["sleep", "60"]))
+from preheat.hardware.child_processes import tie_to_parent
+child = subprocess.Popen(tie_to_parent(["sleep", "60"]))
 print(child.pid, flush=True)
 child.wait()
 """
@@ -141,12 +141,12 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
         assert time.monotonic() < end, "it goes on without a parent"
         time.sleep(0.02)
     orphan = subprocess.run(
-        [part if part != str(os.getpid()) else "1" for part in wrap_in_parent_death(["true"])], check=False
+        [part if part != str(os.getpid()) else "1" for part in tie_to_parent(["true"])], check=False
     )
     assert orphan.returncode == 1, "its parent had ended before it began"
-    assert subprocess.run(wrap_in_parent_death(["false"]), check=False).returncode == 1
-    assert subprocess.run(wrap_in_parent_death(["true"]), check=False).returncode == 0
-    missing = subprocess.run(wrap_in_parent_death(["/no/such"]), check=False, capture_output=True, text=True)
+    assert subprocess.run(tie_to_parent(["false"]), check=False).returncode == 1
+    assert subprocess.run(tie_to_parent(["true"]), check=False).returncode == 0
+    missing = subprocess.run(tie_to_parent(["/no/such"]), check=False, capture_output=True, text=True)
     assert missing.stderr == "/no/such: No such file or directory\n"
 
 
