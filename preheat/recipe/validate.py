@@ -111,7 +111,8 @@ class RecipeReader:
         where: name of the text in errors.
         lines: line of each key.
         assigned: keys set by `--set` -> what errors name in place of the line.
-        hints: as in `describe_unknown_key`: None for a recipe, whose sections and synonyms are suggested for unknown keys.
+        hints: as in `describe_unknown_key`: None for a recipe, whose sections and synonyms are suggested
+            for unknown keys.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
-            # SIGUSR1 in every case, although `handled_signals` lists it under a launcher only: its default action would end the
-            # run.
+            # SIGUSR1 in every case, although `handled_signals` lists it under a launcher only: its default action would
+            # end the run.
             for number in {*handled_signals(), *([] if sys.platform == "win32" else [signal.SIGUSR1])}:
                 self._before[number] = signal.signal(number, self._handle)
         return self

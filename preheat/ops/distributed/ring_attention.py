@@ -30,7 +30,10 @@ __all__ = ["ring_attention", "ring_bytes"]
 
 
 def _pass_on(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sends x to the next rank of the ring and returns the previous rank's tensor; call `wait_for_collective` before use."""
+    """Sends x to the next rank of the ring and returns the tensor of the previous one.
+
+    Call `wait_for_collective` before use.
+    """
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     # An all-to-all in which each rank sends to one and receives from one: torch's functional collectives have no send.
     to, come = ([x.numel() if n == (rank + step) % degree else 0 for n in range(degree)] for step in (1, -1))

@@ -1,8 +1,8 @@
 """Fast estimates of memory and speed, which order the candidates of a search; verdicts come from dry runs.
 
-Dry runs of few layers and of a sample of layers more (`choose_sampled_layers`), on one device with one sequence, give the mean
-cost of a layer (by their difference) and that of the ends (embedding, head, loss). An estimate scales these by layers,
-rows and devices, and computes the communication from the sizes of weights and hidden states.
+Dry runs of few layers and of a sample of layers more (`choose_sampled_layers`), on one device with one sequence, give
+the mean cost of a layer (by their difference) and that of the ends (embedding, head, loss). An estimate scales these by
+layers, rows and devices, and computes the communication from the sizes of weights and hidden states.
 """
 
 from __future__ import annotations
