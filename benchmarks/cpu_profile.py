@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks" / "_peers"), str(ROOT / "benchmarks")]
 
 from contract import Job  # noqa: E402
-from cpu_vs_peers import BF16, COMPILED, EXACT, FUSED, SHAPES, Shape, options_of  # noqa: E402
+from cpu_vs_peers import BF16, COMPILED, EXACT, FUSED, SHAPES, Shape, parse_options  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ def measure_matrix_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 7) 
 def prepare_step(folder: Path, shape: Shape, rows: int) -> None:
     import prepare
 
-    values = {**vars(shape), "rows": rows, "seed": 0, "tokenizer": options_of([]).tokenizer}
+    values = {**vars(shape), "rows": rows, "seed": 0, "tokenizer": parse_options([]).tokenizer}
     prepare.write_tokens(folder, values)
     prepare.write_model(folder, values)
 

@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drawn import drawn
-from drawn import settings as arguments
+from drawn import draw_settings
+from drawn import format_settings as arguments
 
 from preheat.hardware.machine_use import UseMeter
 
@@ -263,7 +263,7 @@ def main() -> None:
     folder = Path(configurations.name)
     chosen = list_tiny(folder) if options.tiny else list_mixers(folder) if options.mixers else list_recipes()
     if options.drawn:
-        more = drawn(options.drawn, options.seed)
+        more = draw_settings(options.drawn, options.seed)
         chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
     rows: list[dict[str, Any]] = []
     for name, settings in chosen:

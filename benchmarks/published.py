@@ -28,19 +28,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from published_rows import (
     LENGTH,
     Open,
-    as_timed,
-    by_transformer_engine,
-    compiled,
-    filled,
-    keeps_as_transformers,
-    leaves_open,
-    mesh_of,
-    micro_batches_of,
-    number,
-    recipe_of,
-    whole,
+    add_time_settings,
+    build_mesh,
+    build_recipe,
+    count_micro_batches,
+    fill_defaults,
+    is_by_transformer_engine,
+    is_compiled,
+    is_kept_as_transformers,
+    is_underspecified,
+    parse_integer,
+    parse_number,
 )
-from trainers import Row, trainer_of
+from trainers import Row, find_trainer
 
 if TYPE_CHECKING:  # the import of preheat takes seconds
     from preheat.core.plan import Plan
@@ -88,7 +88,7 @@ def plan_row(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tu
     from preheat.planning.plan import describe
     from preheat.planning.request import Request
 
-    config, by_hand = hf.configure(recipe, None), by_transformer_engine(row)
+    config, by_hand = hf.configure(recipe, None), is_by_transformer_engine(row)
     eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
     device = replace(roofline.as_device, expandable=has_growing_segments(row, recipe, roofline))
 
@@ -114,15 +114,17 @@ def plan_row(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tu
             if by_hand and roofline.device.generation == "hopper":
                 seen = replace(seen, kernels=Counter({_speed_up_to_cudnn(k): n for k, n in seen.kernels.items()}))
             if seen.idle:
-                idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
+                idle = (parse_integer(row, "pp") - 1) / (
+                    count_micro_batches(row, build_mesh(row)[2]) * parse_integer(row, "vpp")
+                )
                 seen = replace(seen, idle=idle)
-            if timed and trainer_of(row).bitsandbytes:
+            if timed and find_trainer(row).bitsandbytes:
                 seen = replace(seen, kernels=Counter({_slow_to_bitsandbytes(k): n for k, n in seen.kernels.items()}))
-            if trainer_of(row).foreach_update:
+            if find_trainer(row).foreach_update:
                 seen = replace(seen, kernels=Counter({_convert_to_foreach(k): n for k, n in seen.kernels.items()}))
-            if trainer_of(row).overlaps_update:
+            if find_trainer(row).overlaps_update:
                 seen = replace(seen, kernels=Counter({_make_overlapped(k): n for k, n in seen.kernels.items()}))
-            seen = replace(seen, compiled=compiled(row))
+            seen = replace(seen, compiled=is_compiled(row))
             return describe(Request(recipe, device, rates=roofline, in_use=0), seen), recipe
     raise Open("; ".join(map(str, problems)))
 
@@ -145,9 +147,9 @@ def patch_adapter_layers(row: Row, *, timed: bool) -> Iterator[None]:
         def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
             return super().forward(x, *args, **kwargs).clone()
 
-    trainer = trainer_of(row)
+    trainer = find_trainer(row)
     with contextlib.ExitStack() as stack:
-        if not (trainer.adds_in_place or compiled(row)):
+        if not (trainer.adds_in_place or is_compiled(row)):
             copies = timed and trainer.peft_layers
             layer = Cloned if copies and row["method"] == "qlora" else Linear
             stack.enter_context(mock.patch.object(peft_layers, "added_linear_class", return_value=layer))
@@ -161,8 +163,8 @@ def patch_adapter_layers(row: Row, *, timed: bool) -> Iterator[None]:
 
 def has_growing_segments(row: Row, recipe: Any, roofline: Any) -> bool:
     """Says whether the allocator's segments grow; AMD's driver cannot. In a pipeline neither kind of segments is believed, see `estimate_gib`."""
-    trains_sharded = row["method"] == "pretrain" and "fsdp" in recipe.techniques and whole(row, "pp") == 1
-    return trains_sharded and trainer_of(row).expandable_segments and roofline.device.generation != "cdna"
+    trains_sharded = row["method"] == "pretrain" and "fsdp" in recipe.techniques and parse_integer(row, "pp") == 1
+    return trains_sharded and find_trainer(row).expandable_segments and roofline.device.generation != "cdna"
 
 
 def _compute_in_bits(kernel: Any, bits: int) -> Any:
@@ -209,7 +211,7 @@ def _speed_up_to_cudnn(kernel: Any) -> Any:
 def estimate_gib(row: Row, made: Plan, recipe: Any) -> float:
     """Returns the memory that the row's trainer reports: allocated, reserved, or reserved with the driver's context; its notes may name which."""
     words = re.search("nvidia-smi|allocated|active memory|reserved", row["notes"])
-    memory = words[0] if words else trainer_of(row).reports
+    memory = words[0] if words else find_trainer(row).reports
     reserved, allocated = (
         size + made.overhead["workspaces"] for size in (made.reserved_gib, made.allocated_gib)
     )  # torch's own
@@ -230,9 +232,9 @@ def estimate_loss_memory(row: Row, made: Plan, recipe: Any) -> float:
     """
     from preheat.models import hf
 
-    tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
+    tokens = parse_integer(row, "micro_batch") * parse_integer(row, "seq_len", LENGTH)
     split, chunked = recipe.techniques.get("tensor_parallel"), recipe.techniques.get("chunked_loss")
-    trainer = trainer_of(row)
+    trainer = find_trainer(row)
     if split is not None:
         more = trainer.split_logit_bytes - 6 if split.rows >= tokens else 0
     elif chunked is None or (chunked.rows < tokens and not trainer.loss_in_place):
@@ -241,7 +243,7 @@ def estimate_loss_memory(row: Row, made: Plan, recipe: Any) -> float:
         chunks = trainer.chunks_logits or "chunk" in row["fused_or_chunked_ce"]
         more = (trainer.chunked_logit_bytes if chunks else trainer.logit_bytes) - 2
     vocabulary = hf.configure(recipe, None).get_text_config().vocab_size
-    logits = tokens * vocabulary / whole(row, "tp") / whole(row, "cp")
+    logits = tokens * vocabulary / parse_integer(row, "tp") / parse_integer(row, "cp")
     return max(made.phases.get("head and loss", 0.0) + more * logits / 2**30 - made.peak_gib, 0.0)
 
 
@@ -255,7 +257,7 @@ def estimate_our_memory(row: Row, made: Plan, recipe: Any) -> float:
     half = recipe.techniques["mixed_precision"].mode.endswith("_master") or adapts
     if not half or "data_parallel" not in recipe.techniques:
         return 0.0
-    trainer = trainer_of(row)
+    trainer = find_trainer(row)
     second = float(made.memory.get("gathered weights", 0.0))
     if "zero1" not in recipe.techniques and trainer.torch_ddp and not adapts:
         second = 0.0
@@ -265,7 +267,7 @@ def estimate_our_memory(row: Row, made: Plan, recipe: Any) -> float:
 
 def estimate_root_memory(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the embedding, which FSDP1's root keeps gathered from a step's first layer to its last."""
-    if "fsdp" not in recipe.techniques or not trainer_of(row).whole_root or compiled(row):
+    if "fsdp" not in recipe.techniques or not find_trainer(row).whole_root or is_compiled(row):
         return 0.0
     from preheat.models import hf
 
@@ -280,7 +282,7 @@ def estimate_quantization_states(row: Row, made: Plan, recipe: Any) -> float:
     if (
         "nf4" not in recipe.techniques
         or "fsdp" not in recipe.techniques
-        or not trainer_of(row).whole_quantization_states
+        or not find_trainer(row).whole_quantization_states
     ):
         return 0.0
     from preheat.models import hf
@@ -288,25 +290,25 @@ def estimate_quantization_states(row: Row, made: Plan, recipe: Any) -> float:
     config = hf.configure(recipe, None).get_text_config()
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     quantized = made.parameters.total - made.parameters.trained - ends
-    ours = 0.0 if recipe.techniques["fsdp"].offload else 1 / whole(row, "dp_shard")
+    ours = 0.0 if recipe.techniques["fsdp"].offload else 1 / parse_integer(row, "dp_shard")
     return float(quantized / 64 * (1 + 4 / 256) * (1 - ours) / 2**30)
 
 
 def estimate_half_gradients(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of a micro-batch's gradients in bf16, until they are added to fp32 sums."""
-    beside = trainer_of(row).bf16_gradients_beside_sums and row["precision"].startswith("bf16")
+    beside = find_trainer(row).bf16_gradients_beside_sums and row["precision"].startswith("bf16")
     return float(made.memory["parameters"]) if beside and "pipeline_parallel" in recipe.techniques else 0.0
 
 
 def estimate_kept_inputs(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the inputs of 4-bit layers, which bitsandbytes kept for nothing; what is recomputed is not kept."""
-    keeps = trainer_of(row).keeps_quantized_inputs and keeps_as_transformers(row)
+    keeps = find_trainer(row).keeps_quantized_inputs and is_kept_as_transformers(row)
     if row["method"] != "qlora" or not keeps or "activation_checkpointing" in recipe.techniques:
         return 0.0
     from preheat.models import hf
 
     config = hf.configure(recipe, None).get_text_config()
-    tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH) * config.num_hidden_layers
+    tokens = parse_integer(row, "micro_batch") * parse_integer(row, "seq_len", LENGTH) * config.num_hidden_layers
     return (
         tokens * 2 * (2 * config.hidden_size + config.intermediate_size) / 2**30
     )  # attention keeps the input of the map out of it
@@ -317,11 +319,11 @@ def estimate_dropout_masks(row: Row, made: Plan, recipe: Any) -> float:
 
     A pipeline's first stage has as many micro-batches on their way as there are stages, so as many masks as all layers have of one.
     """
-    drops = row["model"].startswith("GPT") and trainer_of(row).hidden_dropout
+    drops = row["model"].startswith("GPT") and find_trainer(row).hidden_dropout
     if not drops or "activation_checkpointing" in recipe.techniques:
         return 0.0
     width, layers = _count_hidden(row, recipe)
-    return 2 * width * layers / (1 if row["sequence_parallel"] == "no" else whole(row, "tp"))
+    return 2 * width * layers / (1 if row["sequence_parallel"] == "no" else parse_integer(row, "tp"))
 
 
 def _count_hidden(row: Row, recipe: Any) -> tuple[float, int]:
@@ -329,7 +331,7 @@ def _count_hidden(row: Row, recipe: Any) -> tuple[float, int]:
     from preheat.models import hf
 
     config = hf.configure(recipe, None).get_text_config()
-    tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH) // whole(row, "cp")
+    tokens = parse_integer(row, "micro_batch") * parse_integer(row, "seq_len", LENGTH) // parse_integer(row, "cp")
     return tokens * config.hidden_size / 2**30, config.num_hidden_layers
 
 
@@ -369,7 +371,7 @@ def has_room(row: Row, made: Plan, recipe: Any, roofline: Any) -> bool:
     Where products are in 8 bits by hand so is what they keep, and buffers are made once: seven tenths are taken there.
     """
     takes = made.allocated_gib - estimate_our_memory(row, made, recipe)
-    if by_transformer_engine(row):
+    if is_by_transformer_engine(row):
         takes *= 0.7
     return bool(takes <= roofline.device.memory / 2**30)
 
@@ -390,7 +392,7 @@ def find_roofline(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
             row = gpus[name]
 
             def read_rate(key: str, unit: float) -> float | None:
-                value = number(row, key)
+                value = parse_number(row, key)
                 return None if value is None else value * unit
 
             bf16, achieved = read_rate("bf16_dense_tflops_peak", 1e12), read_rate("achieved_matmul_tflops", 1e12)
@@ -442,10 +444,10 @@ def answer_row(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     out: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"id": row["id"]}
     try:
         roofline, timed = find_roofline(row["gpu"], gpus)
-        roofline = replace(roofline, alone=whole(row, "n_gpus") == 1)
+        roofline = replace(roofline, alone=parse_integer(row, "n_gpus") == 1)
         roofline = set_network(row, roofline)
-        opened, row = leaves_open(row), filled(row)
-        recipe = recipe_of(row)
+        opened, row = is_underspecified(row), fill_defaults(row)
+        recipe = build_recipe(row)
         made, used = plan_row(row, recipe, roofline)
         chosen = recipe
         for more in MORE:
@@ -471,11 +473,11 @@ def answer_row(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
             timed_plan, timed_recipe = made, chosen
-            if "gradient_accumulation" in used.techniques and micro_batches_of(row, mesh_of(row)[2]) == 1:
-                timed_recipe = recipe_of(row, kept_sums=False)
-            alone = whole(row, "n_gpus") == 1  # what of it overlaps with gathers is not known
+            if "gradient_accumulation" in used.techniques and count_micro_batches(row, build_mesh(row)[2]) == 1:
+                timed_recipe = build_recipe(row, kept_sums=False)
+            alone = parse_integer(row, "n_gpus") == 1  # what of it overlaps with gathers is not known
             if alone:
-                timed_recipe = as_timed(row, timed_recipe)
+                timed_recipe = add_time_settings(row, timed_recipe)
             if timed_recipe != chosen or (alone and "lora" in used.techniques):  # see `patch_adapter_layers`
                 timed_plan, _ = plan_row(row, timed_recipe, roofline, timed=alone)
             speed = timed_plan.tokens_per_second / recipe.parallel.devices
@@ -514,7 +516,7 @@ def compute_errors(
     results = []
     for row in rows:
         _, predicted, low, high, measured = measure
-        answer, value = answers[row["id"]], number(row, measured)
+        answer, value = answers[row["id"]], parse_number(row, measured)
         if answer[predicted] != "" and value:
             covered = float(answer[low]) <= value <= float(answer[high])
             results.append(Error(row["source_repo"], float(answer[predicted]) / value - 1, covered))
@@ -547,7 +549,7 @@ def render_tables(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
         every = {group: compute_errors(members, answers, measure) for group, members in groups.items()}
         for group, results in every.items():
             if results:
-                asked = sum(number(row, measure[-1]) is not None for row in groups[group])
+                asked = sum(parse_number(row, measure[-1]) is not None for row in groups[group])
                 lines.append(summarize_errors(f"**{group} sources, of {asked} measured**", results))
         for group, results in every.items():
             for source in sorted({e.source for e in results}):

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from trainers import Row, trainer_of
+from trainers import Row, find_trainer
 
 __all__ = [
     "LENGTH",
@@ -66,7 +66,7 @@ def fill_defaults(row: Row) -> Row:
     Alpaca's rows, one by one, are cut at 512 tokens by its publishers (stanford_alpaca's train.py): one row, +132 % without it.
     litgpt's script for pretraining has four sequences and bf16 throughout (see trainers.py): two rows, -27 % without it.
     """
-    trainer = trainer_of(row)
+    trainer = find_trainer(row)
     changes: dict[str, str] = {}
     if row["method"] == "pretrain" and not any(
         row[key] for key in ("micro_batch", "seq_len", "global_batch_seqs", "precision")
@@ -161,7 +161,9 @@ def build_mesh(row: Row) -> tuple[dict[str, Any], int, int]:
             }
             if replicate > 1 and shard > 1:
                 made["fsdp"]["replicate"] = replicate
-            if row["cpu_offload"] == "params" or (row["cpu_offload"] == "optimizer" and trainer_of(row).host_optimizer):
+            if row["cpu_offload"] == "params" or (
+                row["cpu_offload"] == "optimizer" and find_trainer(row).host_optimizer
+            ):
                 made["fsdp"]["offload"] = True
         else:
             made["data_parallel"] = {}
@@ -173,7 +175,7 @@ def build_mesh(row: Row) -> tuple[dict[str, Any], int, int]:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
         again = row["activation_checkpointing"] in ("", "none") and row["method"] not in ("lora", "qlora")
         made["tensor_parallel"]["regather"] = (
-            again and trainer_of(row).gathers_again and row["sequence_parallel"] == "yes"
+            again and find_trainer(row).gathers_again and row["sequence_parallel"] == "yes"
         )
         if "chunk" not in row["fused_or_chunked_ce"]:
             made["tensor_parallel"]["rows"] = parse_integer(row, "micro_batch") * parse_integer(row, "seq_len", LENGTH)
@@ -210,7 +212,7 @@ def is_in_eights(row: Row) -> bool:
 
 def is_by_transformer_engine(row: Row) -> bool:
     """8 bits with no word of a compiler: casts are part of handwritten matmuls and norms, and attention is handwritten too."""
-    return is_in_eights(row) and trainer_of(row).transformer_engine and not row["compile"]
+    return is_in_eights(row) and find_trainer(row).transformer_engine and not row["compile"]
 
 
 def is_compiled(row: Row) -> bool:
@@ -224,7 +226,7 @@ def add_time_settings(row: Row, recipe: Any) -> Any:
     These are transformers' norms, gate and rotary embedding, which stay torch's operators if layers are recomputed, and
     the mean length of padded rows, of which the longest decide the memory.
     """
-    trainer, techniques = trainer_of(row), dict(recipe.techniques)
+    trainer, techniques = find_trainer(row), dict(recipe.techniques)
     by_operators = row["method"] != "pretrain" and not trainer.fused_norms and not is_compiled(row)
     if by_operators and "fused" not in row["fused_or_chunked_ce"]:
         techniques.pop("fused_operators", None)
@@ -239,14 +241,14 @@ def is_kept_as_transformers(row: Row) -> bool:
 
     Else norms are one operator: in tools for pretraining, and what a compiler fuses keeps as little (tests/unit/techniques/test_compile.py).
     """
-    tunes = row["method"] != "pretrain" and not trainer_of(row).fused_norms
+    tunes = row["method"] != "pretrain" and not find_trainer(row).fused_norms
     return tunes and not is_compiled(row) and row["activation_checkpointing"] != "full"
 
 
 def build_techniques(row: Row, layer_norm: bool) -> dict[str, Any]:
     """Returns the techniques of one device; `layer_norm`: norms are torch's LayerNorm, which is one operator everywhere."""
     said, tunes, keeps = row["fused_or_chunked_ce"], row["method"] != "pretrain", is_kept_as_transformers(row)
-    trainer = trainer_of(row)
+    trainer = find_trainer(row)
     made: dict[str, Any] = {}
     if "fused" in said or (row["compile"] != "no" and (layer_norm or not keeps)):
         made["fused_operators"] = {"gate": is_compiled(row)}
@@ -306,7 +308,7 @@ _MAPS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "mlp": r"ml
 
 def find_adapted_layers(row: Row) -> dict[str, str]:
     """Returns the layers that adapters act on: those of the row's notes ("LoRA on q,v"), else the trainer's."""
-    trainer, words = trainer_of(row), re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
+    trainer, words = find_trainer(row), re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
     default = "all" if row["model"].startswith(trainer.adapts_all) else trainer.adapts[row["method"]]
     layers = words[1] if words else default
     patterns = [_MAPS[layer] for layer in layers.split(",") if layer in _MAPS]

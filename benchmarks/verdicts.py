@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from drawn import drawn, settings
+from drawn import draw_settings, format_settings
 
 SLOW = 120  # seconds; a run takes 10 to 20 with memory enough
 # What a run imports and compiles on the way no plan counts, nor address space that is reserved and never touched (stacks of threads, malloc's arenas):
@@ -58,7 +58,7 @@ train(load_recipe("demo", sys.argv[5:]), out=sys.argv[2], watch=Cap("building", 
 
 
 def plan_recipe(values: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "preheat", "plan", "demo", "--json", *settings(values)]
+    command = [sys.executable, "-m", "preheat", "plan", "demo", "--json", *format_settings(values)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
         raise SystemExit(done.stderr)
@@ -92,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     rows: list[dict[str, Any]] = []
-    for n, values in enumerate(drawn(options.count, options.seed), 1):
+    for n, values in enumerate(draw_settings(options.count, options.seed), 1):
         values = [*values, "stop.max_steps=3"]
         made = plan_recipe(values)
         low, high = made["peak_gib_interval"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from _gpu import peers
 from _gpu.case import Case, Skip, Where, Wrong
-from _gpu.shapes import recipe_of
+from _gpu.shapes import build_recipe
 from preheat.hardware.child_processes import tie_to_parent
 
 STEPS, UNTIMED = 9, 4
@@ -106,7 +106,7 @@ def _recipe(task: str, techniques: dict[str, Any], where: Where) -> Any:
     else:
         data = f"{{source: {_one_document(where)}, text_files: whole, vocab_size: 4096, validation: 0}}"
     more = {"data": data}
-    return recipe_of(where, shape, rows, length, techniques, STATED_STEPS, **more)
+    return build_recipe(where, shape, rows, length, techniques, STATED_STEPS, **more)
 
 
 def _one_document(where: Where) -> Path:

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from _gpu.case import Case, Skip, Where, Wrong
-from _gpu.shapes import recipe_of
+from _gpu.shapes import build_recipe
 
 GIB = 2**30
 STEPS, UNTIMED = 7, 3
@@ -125,7 +125,7 @@ def _measure_rates(where: Where) -> dict[str, Any]:
     else:
         from preheat.engine.device import resolve_device
 
-        _, threads = resolve_device(recipe_of(where, "1B", 1, 1024, {}, 1))
+        _, threads = resolve_device(build_recipe(where, "1B", 1, 1024, {}, 1))
     measured = rates(probe(where.kind), threads)
     return {"seconds": measured.seconds, "bandwidth GB/s": measured.bandwidth / 1e9} | {
         f"{dtype} TFLOP/s": rate / 1e12 for dtype, rate in measured.peak_matrix_rate.items()
@@ -141,7 +141,7 @@ def _measure_recipe(shape: str, rows: int, length: int, techniques: dict[str, An
     from preheat.errors import RecipeError
     from preheat.planning.plan_request import plan_on_this_machine
 
-    recipe = recipe_of(where, shape, rows, length, techniques, STEPS)
+    recipe = build_recipe(where, shape, rows, length, techniques, STEPS)
     try:
         plan = plan_on_this_machine(recipe)
     except RecipeError as error:

@@ -39,7 +39,8 @@ def compute_output_error(change: Tensor, gram: Tensor) -> float:
 def search_clipping(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
     """Searches the clipping of each group that minimizes its output error.
 
-    Returns scales and zeros as `compute_group_grid`. Groups are searched independently, with the diagonal blocks of the Gram matrix.
+    Returns scales and zeros as `compute_group_grid`. Groups are searched independently, with the diagonal blocks of the
+    Gram matrix.
     """
     count = weight.shape[1] // group
     blocks = gram.unflatten(0, (count, group)).unflatten(2, (count, group))  # [groups, group, groups, group]
