@@ -46,7 +46,7 @@ def to_plain_data(value: Any) -> Any:
     """Returns plain data: records as dicts, and None in place of NaN and infinities, which JSON cannot express.
 
     Example:
-        >>> strict({"loss": float("nan"), "steps": (1, 2)})
+        >>> to_plain_data({"loss": float("nan"), "steps": (1, 2)})
         {'loss': None, 'steps': [1, 2]}
     """
     if isinstance(value, Mapping):
@@ -249,7 +249,7 @@ def build_schema(kind: type) -> dict[str, Any]:
 
     Example:
         >>> from preheat.core.plan import Parameters
-        >>> schema_of(Parameters)["properties"]["trained"]["description"]
+        >>> build_schema(Parameters)["properties"]["trained"]["description"]
         'those that the optimizer updates.'
     """
     from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue

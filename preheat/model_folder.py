@@ -70,7 +70,7 @@ def describe_fault(error: BaseException, limit: int = 240) -> str:
     """Returns a library's error as one line, with the exception's type if the message alone is unclear.
 
     Example:
-        >>> fault(KeyError("factor")), fault(ValueError("no such thing\\nat all"))
+        >>> describe_fault(KeyError("factor")), describe_fault(ValueError("no such thing\\nat all"))
         ("KeyError: 'factor'", 'no such thing')
     """
     from huggingface_hub.errors import StrictDataclassError
@@ -106,7 +106,7 @@ def beginning_tokens(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Returns [beginning-of-text token] if a fast tokenizer's own rules prepend one, as in training; else [].
 
     Example:
-        >>> beginning(AutoTokenizer.from_pretrained("hf-internal-testing/llama-tokenizer"))  # doctest: +SKIP
+        >>> beginning_tokens(AutoTokenizer.from_pretrained("hf-internal-testing/llama-tokenizer"))  # doctest: +SKIP
         [1]
     """
     # The first token of a text with and without special tokens: if both are the same, no rule adds it.
@@ -179,7 +179,7 @@ def format_names(names: Iterable[str]) -> str:
     """Returns the first three names and the number of the others.
 
     Example:
-        >>> listed(["a", "b", "c", "d", "e"])
+        >>> format_names(["a", "b", "c", "d", "e"])
         'a, b, c and 2 more'
     """
     shortened = [shorten(name, 120) for name in names]

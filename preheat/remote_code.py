@@ -50,8 +50,8 @@ def trust_remote_code(given: bool) -> Iterator[None]:
     """Allows code from model folders within the block if `given`, or if it was allowed before.
 
     Example:
-        >>> with trusting(True):
-        ...     allowed()
+        >>> with trust_remote_code(True):
+        ...     is_allowed()
         True
     """
     # Consent that was given outside of this block stays.
@@ -67,7 +67,7 @@ def find_code_classes(settings: Mapping[str, Any]) -> list[str]:
 
     Example:
         >>> classes = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenizer_x.X", None]}
-        >>> names_of_code({"auto_map": classes})
+        >>> find_code_classes({"auto_map": classes})
         ['configuration_x.XConfig', 'tokenizer_x.X']
     """
     places = settings.get("auto_map")

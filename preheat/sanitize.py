@@ -54,7 +54,7 @@ def escape_control_characters(text: Any) -> str:
     """Returns the text with control characters replaced by visible ones (from U+2400); line feeds and tabs stay.
 
     Example:
-        >>> clean("a\\x1b[31mb")
+        >>> escape_control_characters("a\\x1b[31mb")
         'a␛[31mb'
     """
 
@@ -70,7 +70,7 @@ def format_memory(gib: float) -> str:
     """Returns an amount of memory in GiB, or below 1 GiB in MiB.
 
     Example:
-        >>> memory(1.5), memory(0.25)
+        >>> format_memory(1.5), format_memory(0.25)
         ('1.50 GiB', '256 MiB')
     """
     return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
@@ -80,7 +80,7 @@ def format_percent(share: float) -> str:
     """Returns a fraction as a percentage.
 
     Example:
-        >>> percent(0.344)
+        >>> format_percent(0.344)
         '34 %'
     """
     return f"{share * 100:.0f} %"
@@ -90,7 +90,7 @@ def format_three_digits(value: float) -> str:
     """Returns a number with three significant digits, without an exponent from 0.0001 on.
 
     Example:
-        >>> three_digits(1329.5), three_digits(4.567)
+        >>> format_three_digits(1329.5), format_three_digits(4.567)
         ('1,330', '4.57')
     """
     return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -116,7 +116,7 @@ def quote_value(value: Any, limit: int = 80) -> str:
     """Returns the shortened `repr` of a foreign value, for error messages. Never raises.
 
     Example:
-        >>> quoted("a" * 5000, 16), quoted(3)
+        >>> quote_value("a" * 5000, 16), quote_value(3)
         ("'aaaaaa…aaaaaa'", '3')
     """
     if isinstance(value, str):

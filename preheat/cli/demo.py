@@ -102,7 +102,7 @@ def demo(
 def count_steps_within(seconds: float, step: float) -> int:
     """Returns how many steps of `step` seconds fit into `seconds`, in fives and within the demo's limits.
 
-    >>> steps_within(60, 0.25), steps_within(60, 7), steps_within(45, 1e-4)
+    >>> count_steps_within(60, 0.25), count_steps_within(60, 7), count_steps_within(45, 1e-4)
     (240, 60, 2000)
     """
     return min(max(5 * math.floor(seconds / step / 5), _LEAST), _MOST)

@@ -48,7 +48,7 @@ class NewFolder:
         RunError: `require_new` refuses `out`, another process is writing it, or it cannot be written.
 
     Example:
-        >>> with NewFolder("runs/x/export-hf") as folder:                    # doctest: +SKIP
+        >>> with NewFolder("runs/x/export-hf") as folder:  # doctest: +SKIP
         ...     model.save_pretrained(folder)
     """
 
@@ -211,7 +211,7 @@ def choose_home(source: str | Path) -> tuple[Path, str]:
     Output of a checkpoint goes into its run, not into the checkpoint's own folder.
 
     Example:
-        >>> home_of("runs/x")
+        >>> choose_home("runs/x")
         (PosixPath('runs/x'), '')
     """
     path = Path(source)

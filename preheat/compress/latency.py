@@ -50,7 +50,7 @@ def measure_speeds(
         turns: timed turns per model.
 
     Example:
-        >>> speeds({"before": a, "after": b}, torch.tensor([[1, 2, 3]]))["after"].decode            # doctest: +SKIP
+        >>> measure_speeds({"before": a, "after": b}, torch.tensor([[1, 2, 3]]))["after"].decode  # doctest: +SKIP
         161.2
     """
 

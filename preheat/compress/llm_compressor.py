@@ -152,7 +152,7 @@ def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
     """Unpacks codes uint8 [out, inputs] from int32 [out, ceil(inputs * bits / 32)], lowest bits first (pack-quantized).
 
     Example:
-        >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4, 8).tolist()
+        >>> unpack_codes(torch.tensor([[0x76543210]], dtype=torch.int32), 4, 8).tolist()
         [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     # (out, words, codes per word); the mask drops the sign bits that the arithmetic shift copies.

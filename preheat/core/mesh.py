@@ -151,7 +151,7 @@ class Mesh:
         """Returns the axes along which the coordinates of some devices differ.
 
         Example:
-            >>> Mesh({**dict.fromkeys(Axis, 1), Axis.SHARD: 4, Axis.TENSOR: 2}).along([0, 2, 4, 6])
+            >>> Mesh({**dict.fromkeys(Axis, 1), Axis.SHARD: 4, Axis.TENSOR: 2}).axes_between([0, 2, 4, 6])
             (<Axis.SHARD: 'shard'>,)
         """
         meshes = [Mesh(self.sizes, rank) for rank in ranks]

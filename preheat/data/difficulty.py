@@ -33,7 +33,7 @@ def order_growing_pool(ranked: np.ndarray, pool: Callable[[int], int], seed: int
         seed: seed of the order.
 
     Example:
-        >>> order = growing_order(np.array([4, 2, 0, 1, 3]), lambda n: 2 if n < 4 else 5, seed=0)
+        >>> order = order_growing_pool(np.array([4, 2, 0, 1, 3]), lambda n: 2 if n < 4 else 5, seed=0)
         >>> first = [next(order) for _ in range(4)]
         >>> sorted(first[:2]), sorted(first[2:]), sorted(next(order) for _ in range(3))
         ([2, 4], [2, 4], [0, 1, 3])

@@ -154,7 +154,7 @@ def choose_evaluation_rows(total: int, limit: int) -> list[int]:
     """Returns at most `limit` of `total` row numbers, spread evenly: the first rows come from the first files alone.
 
     Example:
-        >>> evaluation_rows(10, 4), evaluation_rows(3, 4)
+        >>> choose_evaluation_rows(10, 4), choose_evaluation_rows(3, 4)
         ([0, 2, 5, 7], [0, 1, 2])
     """
     count = min(limit, total)
@@ -189,7 +189,7 @@ def count_consumed_rows(shape: Shape, length: int) -> int:
     """Returns the number of rows of `length` tokens that a global batch of this shape consumes.
 
     Example:
-        >>> rows_consumed(Shape(8, 256, 8), 256), rows_consumed(Shape(11, 192, 8), 256)
+        >>> count_consumed_rows(Shape(8, 256, 8), 256), count_consumed_rows(Shape(11, 192, 8), 256)
         (8, 8)
     """
     count = shape.rows * shape.length // length
@@ -295,7 +295,7 @@ def count_weight(
     """Returns the number of items that a batch's loss is averaged over; arguments as in `Batch`, on the host.
 
     Example:
-        >>> weight_of(torch.zeros(1, 9), ((2, 3, 1, 2, 1),), 2, ())  # two pairs, and one position of padding
+        >>> count_weight(torch.zeros(1, 9), ((2, 3, 1, 2, 1),), 2, ())  # two pairs, and one position of padding
         2
     """
     # Compared answers: the loss is a mean over pairs. Documents of padding complete no group.

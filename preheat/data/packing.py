@@ -432,7 +432,7 @@ def pack_best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
         The indices in each bin.
 
     Example:
-        >>> best_fit(np.array([3, 6, 4, 5]), 9)
+        >>> pack_best_fit(np.array([3, 6, 4, 5]), 9)
         [[1, 0], [3, 2]]
     """
     bins: list[list[int]] = []

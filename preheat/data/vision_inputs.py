@@ -349,7 +349,7 @@ def find_runs(marked: np.ndarray) -> tuple[tuple[int, int], ...]:
     """Returns the (start, end) of each run of true values.
 
     Example:
-        >>> runs_of(np.array([0, 1, 1, 0, 1], bool))
+        >>> find_runs(np.array([0, 1, 1, 0, 1], bool))
         ((1, 3), (4, 5))
     """
     edges = np.flatnonzero(np.diff(marked.astype(np.int8), prepend=0, append=0))
@@ -457,7 +457,7 @@ def compute_mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vi
 
     Example:
         >>> vision = Vision(2, 16, 2, 3, 2, 48, 3, image=9, start=7, end=8)
-        >>> mrope_positions(np.array([1, 7, 9, 9, 8]), [ImageRef("a.png", 2, 4)], vision).tolist()
+        >>> compute_mrope_positions(np.array([1, 7, 9, 9, 8]), [ImageRef("a.png", 2, 4)], vision).tolist()
         [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4]]
     """
     image_tokens = np.flatnonzero(tokens == vision.image)

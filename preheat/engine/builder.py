@@ -76,7 +76,7 @@ def to_single_device(recipe: Recipe) -> Recipe:
 
     Example:
         >>> from preheat.recipe import parse
-        >>> dict(alone(parse("stop: {max_steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
+        >>> dict(to_single_device(parse("stop: {max_steps: 1}\\ntechniques: {fsdp: {}}")).techniques)
         {}
     """
     return replace(recipe, techniques=single_device(recipe.techniques), parallel=Parallel())

@@ -515,7 +515,7 @@ def parse_step(name: str) -> int | None:
     """The step in the name of a checkpoint folder, or None.
 
     Example:
-        >>> step_of("step-12"), step_of("step-012"), step_of("step-²")
+        >>> parse_step("step-12"), parse_step("step-012"), parse_step("step-²")
         (12, None, None)
     """
     # No leading zeros, so that each step has one name; not \d, which matches the digits of every script.

@@ -57,7 +57,7 @@ def compute_balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
 
     Example:
         >>> even = torch.tensor([4.0, 4.0])  # 8 tokens, 1 expert each
-        >>> float(balance_part(even, even, 1))
+        >>> float(compute_balance_part(even, even, 1))
         1.0
     """
     # f_e = counts_e / routed and P_e = sums_e / routed, so E * sum f_e P_e divides by routed twice.
@@ -191,7 +191,7 @@ def summarize_loads(tokens: Tensor) -> JsonObject:
             of the worst layer; experts_idle: experts, over all layers, without a token.
 
     Example:
-        >>> loads(torch.tensor([[2, 2], [4, 0]]))
+        >>> summarize_loads(torch.tensor([[2, 2], [4, 0]]))
         {'expert_load': 2.0, 'experts_idle': 1, 'expert_loads': [1.0, 2.0]}
     """
     tokens = tokens.double()

@@ -91,7 +91,7 @@ def ratio_metric(above: Sequence[float], below: Sequence[float], *, higher: bool
 def mean_metric(values: Sequence[float], *, higher: bool = True) -> Metric:
     """Returns the mean over rows.
 
-    >>> mean([1.0, 0.0, 1.0, 1.0]).value
+    >>> mean_metric([1.0, 0.0, 1.0, 1.0]).value
     0.75
     """
     return ratio_metric(values, [1.0] * len(values), higher=higher)

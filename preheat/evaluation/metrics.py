@@ -48,7 +48,7 @@ def normalize_answer(text: str) -> str:
     """Returns the text in lower case, without punctuation, articles and repeated spaces.
 
     Example:
-        >>> normalised("The  Cat's  hat.")
+        >>> normalize_answer("The  Cat's  hat.")
         'cats hat'
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
@@ -58,7 +58,7 @@ def score_exact_match(answer: str, golds: Sequence[str]) -> float:
     """Returns 1 if the normalised answer equals one of the normalised golds, else 0.
 
     Example:
-        >>> exact_match("the Eiffel Tower.", ["Eiffel tower"])
+        >>> score_exact_match("the Eiffel Tower.", ["Eiffel tower"])
         1.0
     """
     return float(normalize_answer(answer) in {normalize_answer(gold) for gold in golds})
@@ -68,7 +68,7 @@ def score_token_f1(answer: str, golds: Sequence[str]) -> float:
     """Returns the best F1 over the golds between the bags of words of the answer and of the gold.
 
     Example:
-        >>> round(token_f1("a small red hat", ["red hat", "blue"]), 4)  # 2 of 3 words right, 2 of 2 found
+        >>> round(score_token_f1("a small red hat", ["red hat", "blue"]), 4)  # 2 of 3 words right, 2 of 2 found
         0.8
     """
     return max(
@@ -92,9 +92,9 @@ def parse_number(text: str, scale: str = "") -> float | None:
         scale: scale of a number without one: `thousand`, `million`, `billion`, `percent`.
 
     Example:
-        >>> number_in("$1,452.4 million"), number_in("(12.6)"), number_in("12.5%")
+        >>> parse_number("$1,452.4 million"), parse_number("(12.6)"), parse_number("12.5%")
         (1452400000.0, -12.6, 0.125)
-        >>> number_in("5", "thousand"), number_in("in 2019")
+        >>> parse_number("5", "thousand"), parse_number("in 2019")
         (5000.0, None)
     """
     match = _NUMBER.fullmatch(text.strip())
@@ -123,7 +123,7 @@ def canonicalize(text: str, scale: str = "") -> str:
     """Returns the canonical form of an answer for comparison: the scaled value of a number, or the normalised text.
 
     Example:
-        >>> scaled("$1.5 billion") == scaled("1,500", "million"), scaled("The fixed-price type")
+        >>> canonicalize("$1.5 billion") == canonicalize("1,500", "million"), canonicalize("The fixed-price type")
         (True, 'fixedprice type')
     """
     value = parse_number(text, scale)
@@ -135,7 +135,7 @@ def split_spans(text: str) -> list[str]:
     """Splits an answer into its spans, which `;` or line breaks separate.
 
     Example:
-        >>> spans_of("fixed-price; cost-plus ;")
+        >>> split_spans("fixed-price; cost-plus ;")
         ['fixed-price', 'cost-plus']
     """
     return [part.strip() for part in re.split(r"[;\n]", text) if part.strip()]
@@ -150,8 +150,10 @@ def score_numeric_match(answer: str, golds: Sequence[str], scale: str = "") -> f
         scale: scale of the gold's numbers.
 
     Example:
-        >>> numeric_match("1,496.5 million", ["$1,496.5"], "million"), numeric_match("1,496.5", ["$1,496.5"], "million")
-        (1.0, 0.0)
+        >>> score_numeric_match("1,496.5 million", ["$1,496.5"], "million")
+        1.0
+        >>> score_numeric_match("1,496.5", ["$1,496.5"], "million")
+        0.0
     """
     wanted = [span for gold in golds for span in split_spans(gold)]  # published golds contain `;` and line breaks, too
     return float(sorted(map(canonicalize, split_spans(answer))) == sorted(canonicalize(span, scale) for span in wanted))
@@ -164,7 +166,7 @@ def score_numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> floa
     best pair first; unmatched spans on either side count as wrong.
 
     Example:
-        >>> numeric_f1("-12.6 million", ["-12.6"], "million"), numeric_f1("red hat; 5", ["hat", "6"])
+        >>> score_numeric_f1("-12.6 million", ["-12.6"], "million"), score_numeric_f1("red hat; 5", ["hat", "6"])
         (1.0, 0.3333333333333333)
     """
     spans, wanted = split_spans(answer), [span for gold in golds for span in split_spans(gold)]

@@ -34,7 +34,7 @@ def find_word_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the IDs of tokens that consist of letters and digits, most of them after a space.
 
     Example:
-        >>> word_tokens(AutoTokenizer.from_pretrained("gpt2"))[:3]  # doctest: +SKIP
+        >>> find_word_tokens(AutoTokenizer.from_pretrained("gpt2"))[:3]  # doctest: +SKIP
         [15, 16, 17]
     """
     special = set(tokenizer.all_special_ids)
@@ -59,7 +59,7 @@ def draw_key_value_prompt(
         ValueError: the length is too short for two pairs.
 
     Example:
-        >>> question = key_value_prompt(range(10, 20), 9, 0.0, np.random.default_rng(0))
+        >>> question = draw_key_value_prompt(range(10, 20), 9, 0.0, np.random.default_rng(0))
         >>> len(question.context), question.context[:2] == question.context[-2:]  # keys of two tokens
         (8, True)
         >>> question.answer == question.context[2:3]

@@ -89,7 +89,7 @@ def count_token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """Returns the number of bytes of text of each token, [vocabulary]; 0 for special tokens.
 
     Example:
-        >>> bytes_of_tokens(AutoTokenizer.from_pretrained("gpt2"))[[464, 50256]]  # doctest: +SKIP
+        >>> count_token_bytes(AutoTokenizer.from_pretrained("gpt2"))[[464, 50256]]  # doctest: +SKIP
         array([3, 0])
     """
     return np.array([len(piece) for piece in token_bytes(tokenizer)], np.int64)

@@ -1,10 +1,10 @@
 """Catalogue of accelerators: memory, bandwidth, peak and achieved rates. Does not import torch.
 
->>> accelerator("H100").bandwidth / 1e12
+>>> find_accelerator("H100").bandwidth / 1e12
 3.35
->>> accelerator("NVIDIA A100-SXM4-80GB").name
+>>> find_accelerator("NVIDIA A100-SXM4-80GB").name
 'A100-80GB'
->>> accelerator("H1000")
+>>> find_accelerator("H1000")
 Traceback (most recent call last):
 ...
 preheat.errors.RecipeError: no accelerator 'H1000' in the catalogue; did you mean 'H100'?
@@ -341,8 +341,10 @@ def resolve_accelerator(text: str) -> Accelerator:
         RecipeError: the name is unknown, or there is too little to plan with; the message has the option's name.
 
     Example:
-        >>> named_or_described("RTX-4090").name, named_or_described("name=X,memory=24GiB,bandwidth=1008,bf16=165").name
-        ('RTX-4090', 'X')
+        >>> resolve_accelerator("RTX-4090").name
+        'RTX-4090'
+        >>> resolve_accelerator("name=X,memory=24GiB,bandwidth=1008,bf16=165").name
+        'X'
     """
     if "=" in text:
         return parse_accelerator(text)

@@ -71,7 +71,7 @@ def describe_exit(code: int) -> str:
     """Describes how a process ended, from its return code.
 
     Example:
-        >>> ended_by(3), ended_by(-15)
+        >>> describe_exit(3), describe_exit(-15)
         ('ended with exit code 3', 'was ended by SIGTERM')
     """
     if code >= 0:

@@ -42,7 +42,7 @@ def is_under_torchrun() -> bool:
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Parses a list of sizes, or a range in steps of 4x.
 
-    >>> sizes_of("1KiB-64KiB"), sizes_of("1MiB,4KiB")
+    >>> parse_sizes("1KiB-64KiB"), parse_sizes("1MiB,4KiB")
     ((1024, 4096, 16384, 65536), (4096, 1048576))
 
     Raises:
@@ -129,7 +129,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
         # The parent opens the socket and rank 0 inherits it, so no other process can take the port in between.
         port = listening.getsockname()[1]
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
+        command = [sys.executable, "-c", "from preheat.hardware.nettest import _run_child; _run_child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
         started: list[subprocess.Popen[str]] = []
         # Files instead of pipes: nobody reads them until the end, and a full pipe would block a rank.

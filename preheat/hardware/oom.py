@@ -64,8 +64,10 @@ def parse_requested_bytes(message: str) -> int | None:
     """Parses the size of the failed allocation from an error message; None if the message has none.
 
     Example:
-        >>> requested_bytes("you tried to allocate 4096 bytes"), requested_bytes("Tried to allocate 1.50 GiB.")
-        (4096, 1610612736)
+        >>> parse_requested_bytes("you tried to allocate 4096 bytes")
+        4096
+        >>> parse_requested_bytes("Tried to allocate 1.50 GiB.")
+        1610612736
     """
     match = _ASKED.search(message)
     return int(float(match[1]) * 2 ** _UNITS[match[2].lower()]) if match else None

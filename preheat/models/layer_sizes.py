@@ -15,7 +15,7 @@ def values_per_layer(text: PretrainedConfig, key: str, default: Any = None) -> l
 
     Example:
         >>> from transformers import Gemma3nTextConfig
-        >>> of_layers(Gemma3nTextConfig(num_hidden_layers=2, intermediate_size=[8, 16], num_kv_shared_layers=0,
+        >>> values_per_layer(Gemma3nTextConfig(num_hidden_layers=2, intermediate_size=[8, 16], num_kv_shared_layers=0,
         ...     layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.0] * 2), "intermediate_size")
         [8, 16]
     """

@@ -148,9 +148,9 @@ def iterate_layers(
     it. Call within `plain_forward`.
 
     Example:
-        >>> with plainly(model):                                                                   # doctest: +SKIP
-        ...     for name, layer, run in layer_by_layer(model, rows):
-        ...         with hooked([(layer.mlp.down_proj, look)]):
+        >>> with plain_forward(model):  # doctest: +SKIP
+        ...     for name, layer, run in iterate_layers(model, rows):
+        ...         with hook_hidden_states([(layer.mlp.down_proj, look)]):
         ...             run()
         ...         change(layer)
     """

@@ -273,7 +273,7 @@ def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, af
         ValueError: fewer layers than stages.
 
     Example:
-        >>> balance([1, 1, 1, 1, 1, 1, 1], 2, after=3)
+        >>> balance_stages([1, 1, 1, 1, 1, 1, 1], 2, after=3)
         [range(0, 5), range(5, 7)]
     """
     count = len(costs)
@@ -360,7 +360,7 @@ def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], n
         >>> sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
         >>> config = LlamaConfig(num_hidden_layers=3, **sizes)
         >>> model, course = hf.build_on_meta(config), observe(config, 16)
-        >>> last = cut(model, course, balance(course.each, 2, after=course.after), 1)
+        >>> last = cut(model, course, balance_stages(course.each, 2, after=course.after), 1)
         >>> names = [name for name, _ in last.named_parameters() if ".layers." in name]
         >>> sorted({name.rpartition(".layers.")[2].split(".")[0] for name in names})
         ['2']

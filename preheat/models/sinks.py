@@ -36,7 +36,7 @@ def cut_into_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskS
     """Returns the mask with every document cut into chunks from its start: a token sees its own chunk only.
 
     Example:
-        >>> in_chunks(MaskSpec(documents=((5, 2),)), 3, 1, 7).documents
+        >>> cut_into_chunks(MaskSpec(documents=((5, 2),)), 3, 1, 7).documents
         ((3, 2, 2),)
     """
     documents = mask.documents or ((length,),) * rows

@@ -53,9 +53,9 @@ def choose_dimensions(size: str, *, gated: bool = True, shape: str = "balanced")
         gated: three feed-forward matrices (SwiGLU) or two.
         shape: balanced, or deep for more and thinner layers.
 
-    >>> dial("15M")
+    >>> choose_dimensions("15M")
     Dimensions(layers=7, width=448, heads=7, feed_forward=1024)
-    >>> dial("15M", shape="deep")
+    >>> choose_dimensions("15M", shape="deep")
     Dimensions(layers=15, width=320, heads=5, feed_forward=640)
     """
     wanted = parse_size(size)

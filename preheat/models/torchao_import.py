@@ -21,7 +21,7 @@ def silence_torchao() -> Iterator[None]:
     """Context manager for an import that may be the first of torchao; all other messages are logged as always.
 
     Example:
-        >>> with quiet_torchao():
+        >>> with silence_torchao():
         ...     from transformers import PreTrainedModel
     """
 

@@ -87,7 +87,7 @@ def resize_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
 
     Example:
         >>> import torch
-        >>> mean_rows(torch.tensor([[1.0], [3.0]]), 3, 2, 3).flatten().tolist()
+        >>> resize_rows(torch.tensor([[1.0], [3.0]]), 3, 2, 3).flatten().tolist()
         [1.0, 3.0, 2.0]
     """
     import torch

@@ -34,7 +34,7 @@ def mask_lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
     """Returns a mask of the lowest `share` of scores [rows, columns], per row or overall. Ties go to the first.
 
     Example:
-        >>> lowest(torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), 0.5, by_row=True).int().tolist()
+        >>> mask_lowest(torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), 0.5, by_row=True).int().tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0]]
     """
     flat = scores if by_row else scores.reshape(1, -1)
@@ -59,7 +59,7 @@ def sum_moments(x: Tensor, units: int) -> Tensor:
     """Sums the second moments of each unit over tokens: x [..., units * size] -> [units, size, size].
 
     Example:
-        >>> moments(torch.tensor([[1.0, 2], [3, 4]]), 2).flatten().tolist()
+        >>> sum_moments(torch.tensor([[1.0, 2], [3, 4]]), 2).flatten().tolist()
         [10.0, 20.0]
     """
     # [units, tokens, size]
@@ -103,7 +103,7 @@ def find_highest(scores: Tensor, count: int) -> Tensor:
     """Returns the ascending indices of the `count` highest scores [n]; ties go to the first.
 
     Example:
-        >>> highest(torch.tensor([3.0, 1, 2]), 2).tolist()
+        >>> find_highest(torch.tensor([3.0, 1, 2]), 2).tolist()
         [0, 2]
     """
     return scores.argsort(descending=True, stable=True)[:count].sort().values

@@ -105,9 +105,9 @@ def estimate_state_bytes(
         zero: ZeRO stage: 0 shards nothing, 1 the optimizer states, 2 also the gradients, 3 also the weights.
 
     Example:
-        >>> round(state_bytes(176_247_271_424) / 1e12, 2)  # BLOOM
+        >>> round(estimate_state_bytes(176_247_271_424) / 1e12, 2)  # BLOOM
         2.82
-        >>> state_bytes(8, zero=1, devices=4) / 8  # 4 + 12 / devices
+        >>> estimate_state_bytes(8, zero=1, devices=4) / 8  # 4 + 12 / devices
         7.0
     """
     sizes = (optimizer, gradients, weights)
@@ -170,7 +170,7 @@ def estimate_serving(
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
         >>> model = ModelSize(config, 8_030_261_248, ends=1_050_673_152)
-        >>> [(s.format, s.rows) for s in serving(model, memory=24 * 2**30, length=8192)]
+        >>> [(s.format, s.rows) for s in estimate_serving(model, memory=24 * 2**30, length=8192)]
         [('bf16', 8), ('int8', 15), ('4 bits', 18)]
     """
     text = model.config.get_text_config()
@@ -216,7 +216,7 @@ def estimate_prefill_flops(model: ModelSize, length: int) -> float:
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
-        >>> round(prefill_flops(ModelSize(config, 8_030_261_248, ends=1_050_673_152), 8192) / 1e12)
+        >>> round(estimate_prefill_flops(ModelSize(config, 8_030_261_248, ends=1_050_673_152), 8192) / 1e12)
         132
     """
     facts, caches = hf.read_facts(model.config), observe_layer_caches(model.config)

@@ -123,7 +123,7 @@ def describe_differences(before: Recipe, after: Recipe) -> tuple[str, ...]:
     Example:
         >>> from preheat.recipe import override, parse
         >>> plain = parse("stop: {max_steps: 1}")
-        >>> settings(plain, override(plain, "evaluate.micro_batch_size=2", "checkpoint.asynchronous=false"))
+        >>> describe_differences(plain, override(plain, "evaluate.micro_batch_size=2", "checkpoint.asynchronous=false"))
         ('evaluate.micro_batch_size=2', 'checkpoint.asynchronous=false')
     """
     changes = []
@@ -161,7 +161,7 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
         phase: phase whose peak counts (`evaluation`); all phases by default.
 
     Example:
-        >>> find_fallbacks(request, room=1.5).fallbacks[0].set                                   # doctest: +SKIP
+        >>> find_fallbacks(request, room=1.5).fallbacks[0].set  # doctest: +SKIP
         ('evaluate.micro_batch_size=4',)
     """
     planner = _Planner(request, phase)

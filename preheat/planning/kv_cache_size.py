@@ -79,7 +79,7 @@ def count_cache_bytes(
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=6144, num_attention_heads=48, num_hidden_layers=118)
-        >>> round(cache_bytes(config, 2048, rows=512) / 1e12, 2)  # multi-head, depth of PaLM 540B (arXiv:2211.05102)
+        >>> round(count_cache_bytes(config, 2048, rows=512) / 1e12, 2)  # PaLM 540B, multi-head (arXiv:2211.05102)
         3.04
     """
     limit = min(length, window or length)
@@ -100,7 +100,7 @@ def observe_layer_caches(config: PretrainedConfig, *, latent: bool = True) -> tu
 
     Example:
         >>> from transformers import Gemma3TextConfig
-        >>> layers = layer_caches(Gemma3TextConfig(num_hidden_layers=6, vocab_size=64))
+        >>> layers = observe_layer_caches(Gemma3TextConfig(num_hidden_layers=6, vocab_size=64))
         >>> [layer.window for layer in layers], layers[0].elements
         ([4096, 4096, 4096, 4096, 4096, None], 2048)
     """

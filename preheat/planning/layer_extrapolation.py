@@ -172,7 +172,7 @@ def choose_sampled_layers(request: Request) -> tuple[int, int]:
         >>> from preheat.core import Device
         >>> from preheat.recipe import parse
         >>> recipe = parse("model: {preset: qwen3.5-0.8b}\\nstop: {max_steps: 1}")  # every fourth layer has attention
-        >>> sampled_layers(Request(recipe, Device("cpu", "a processor", 2**34)))
+        >>> choose_sampled_layers(Request(recipe, Device("cpu", "a processor", 2**34)))
         (1, 5)
     """
     kinds = layer_kinds(request.config.get_text_config())

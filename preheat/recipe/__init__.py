@@ -185,7 +185,7 @@ def has_key(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
     """Returns True if a recipe or an override states a key, even with its default.
 
     Example:
-        >>> states("demo", "data.source"), states("demo", "data.text"), states("demo", "data.text", ["data.text=a"])
+        >>> has_key("demo", "data.source"), has_key("demo", "data.text"), has_key("demo", "data.text", ["data.text=a"])
         (True, False, True)
     """
     text, where = _read(path)

@@ -24,8 +24,8 @@ def render_brief(values: JsonObject) -> str:
     """Returns the YAML of a recipe's values (`recipe.to_values`) without defaults, for `recipe.parse` to read back.
 
     Example:
-        >>> from preheat.recipe import as_values, parse
-        >>> print(brief(as_values(parse("{name: a, stop: {max_steps: 5}, techniques: {lora: {}}}"))), end="")
+        >>> from preheat.recipe import parse, to_values
+        >>> print(render_brief(to_values(parse("{name: a, stop: {max_steps: 5}, techniques: {lora: {}}}"))), end="")
         # A short name, used for the run's folder.
         name: a
         stop:

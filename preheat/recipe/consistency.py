@@ -257,7 +257,7 @@ def find_folder_name_problem(name: str) -> str | None:
     """Returns why a name cannot be a run's folder (hidden, leads elsewhere, too long for a file system), or None.
 
     Example:
-        >>> folder_name_problem("demo"), folder_name_problem("..")
+        >>> find_folder_name_problem("demo"), find_folder_name_problem("..")
         (None, "'..' must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long")
     """
     if re.fullmatch(r"[\w-][\w.-]*", name) and len(name.encode()) <= 100:

@@ -21,7 +21,7 @@ def to_native_engine(recipe: Recipe) -> Recipe:
     Example:
         >>> from preheat.recipe import parse
         >>> deepspeed = parse("stop: {max_steps: 1}\\nparallel: {engine: deepspeed, zero_stage: 3}")
-        >>> sorted(native(deepspeed).techniques), native(deepspeed).parallel.engine
+        >>> sorted(to_native_engine(deepspeed).techniques), to_native_engine(deepspeed).parallel.engine
         (['fsdp'], 'native')
     """
     # zero_stage goes back to its default, since only DeepSpeed reads it.

@@ -33,7 +33,7 @@ def anchor_paths(recipe: Recipe, home: Path | None = None) -> Recipe:
 
     Example:
         >>> from preheat.recipe import Model, Stop
-        >>> anchored(Recipe(model=Model(path="gpt2"), stop=Stop(max_steps=1)), Path("/nowhere")).model.path
+        >>> anchor_paths(Recipe(model=Model(path="gpt2"), stop=Stop(max_steps=1)), Path("/nowhere")).model.path
         'gpt2'
     """
     home = home or Path.cwd()
@@ -49,7 +49,7 @@ def shorten_paths(recipe: Recipe) -> Recipe:
 
     Example:
         >>> from preheat.recipe import Model, Stop
-        >>> published(Recipe(model=Model(path="/home/me/base"), stop=Stop(max_steps=1))).model.path
+        >>> shorten_paths(Recipe(model=Model(path="/home/me/base"), stop=Stop(max_steps=1))).model.path
         'base'
     """
     # Not among `_KEYS`: trackers create this folder, so a path that does not exist yet is one, too.
@@ -80,7 +80,7 @@ def list_possible_paths(recipe: Recipe) -> list[str]:
 
     Example:
         >>> from preheat.recipe import Model, Stop
-        >>> possible_paths(Recipe(model=Model(path="gpt2"), stop=Stop(max_steps=1)))
+        >>> list_possible_paths(Recipe(model=Model(path="gpt2"), stop=Stop(max_steps=1)))
         ['gpt2']
     """
     values: list[str] = []

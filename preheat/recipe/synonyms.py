@@ -279,11 +279,11 @@ def describe_unknown_key(path: Sequence[str], known: Sequence[str], hints: Mappi
             None: of a recipe.
 
     Example:
-        >>> unknown_key(("learning_rate",), ["optimizer"])
+        >>> describe_unknown_key(("learning_rate",), ["optimizer"])
         "unknown key 'learning_rate'; here it is 'optimizer.lr'"
-        >>> unknown_key(("batch", "steps"), ["size", "seq_len"])
+        >>> describe_unknown_key(("batch", "steps"), ["size", "seq_len"])
         "unknown key 'batch.steps'; it belongs to stop: 'stop.max_steps'"
-        >>> unknown_key(("limit",), ["each", "seed"], {})
+        >>> describe_unknown_key(("limit",), ["each", "seed"], {})
         "unknown key 'limit'; known: each, seed"
     """
     message = f"unknown key {quote_value('.'.join(path))}; "
@@ -340,9 +340,9 @@ def hint_recipe_key(name: str) -> str:
     """Returns how to set the recipe key that an unknown option names, or "" if it names none.
 
     Example:
-        >>> option_hint("--learning-rate")
+        >>> hint_recipe_key("--learning-rate")
         "a recipe's key is set by --set optimizer.lr=VALUE"
-        >>> option_hint("--nonsense")
+        >>> hint_recipe_key("--nonsense")
         ''
     """
     # Options may be dotted (--optimizer.lr) or another trainer's name (--learning-rate).

@@ -27,7 +27,7 @@ def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Returns the indices of the Pareto front (both coordinates minimized), sorted by x.
 
     Example:
-        >>> front([(1.0, 3.0), (2.0, 2.0), (2.5, 2.5), (3.0, 1.0)])
+        >>> find_pareto_front([(1.0, 3.0), (2.0, 2.0), (2.5, 2.5), (3.0, 1.0)])
         [0, 1, 3]
     """
     indices, least = [], float("inf")
@@ -150,7 +150,7 @@ def _count_decimals(ticks: Sequence[float]) -> int:
     """Returns the number of decimals that makes all tick labels differ.
 
     Example:
-        >>> _decimals([0.0, 0.5, 1.0]), _decimals([1.11, 1.11005, 1.1101]), _decimals([0.0, 10.0])
+        >>> _count_decimals([0.0, 0.5, 1.0]), _count_decimals([1.11, 1.11005, 1.1101]), _count_decimals([0.0, 10.0])
         (1, 5, 0)
     """
     # The smallest number of decimals with which the step between ticks is a whole number.
@@ -163,7 +163,7 @@ def _count_decimals(ticks: Sequence[float]) -> int:
 def _format_rise(share: float) -> str:
     """Returns a rise of perplexity as a signed percentage, or as a factor from 1,000 % on.
 
-    >>> _rise(0.004), _rise(237.0)
+    >>> _format_rise(0.004), _format_rise(237.0)
     ('+0.40%', '×238')
     """
     return f"{share:+.2%}" if share < 10 else f"×{1 + share:,.0f}"

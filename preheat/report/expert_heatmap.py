@@ -20,7 +20,7 @@ def reduce_columns(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> lis
     """Reduces rows to at most `most` columns by averaging neighbours.
 
     Example:
-        >>> columns_of([[1.0, 3.0, 5.0, 5.0]], 2)
+        >>> reduce_columns([[1.0, 3.0, 5.0, 5.0]], 2)
         [[2.0, 5.0]]
     """
     count = len(rows[0])

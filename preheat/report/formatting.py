@@ -137,7 +137,7 @@ def choose_unit(sizes: Sequence[object]) -> tuple[str, float]:
     """Returns the unit for the sizes (GiB) of a column or an axis, chosen by the largest, and a GiB in that unit.
 
     Example:
-        >>> unit_of([0.0002, 1.4]), unit_of([0.0002, 0.3])
+        >>> choose_unit([0.0002, 1.4]), choose_unit([0.0002, 0.3])
         (('GiB', 1.0), ('MiB', 1024.0))
     """
     most = max((abs(n) for size in sizes if (n := read_number(size)) is not None), default=1.0)
@@ -148,7 +148,7 @@ def format_sizes(values: Sequence[object], *, signed: bool = False) -> tuple[str
     """Formats a column of sizes (GiB) in one unit with equal decimals; returns (unit, texts). Rounded zeros are '0'.
 
     Example:
-        >>> sizes([0.30001, 0.0005, 0.0, None])
+        >>> format_sizes([0.30001, 0.0005, 0.0, None])
         ('MiB', ['307.2', '0.5', '0', 'not recorded'])
     """
     unit, scale = choose_unit(values)
@@ -170,7 +170,7 @@ def format_change(value: float, total: float) -> str:
     """Returns a signed difference, to about a thousandth of `total`; anything smaller is 0.
 
     Example:
-        >>> change(-0.437, 12.0), change(-1.5e-05, 0.055)
+        >>> format_change(-0.437, 12.0), format_change(-1.5e-05, 0.055)
         ('\u22120.4', '0')
     """
     # Three significant digits of `total`: 12.0 has one decimal, 0.055 has four.
@@ -189,9 +189,9 @@ def format_interval(estimate: Estimate | None, *, signed: bool = False) -> str:
     """Returns a value with its interval, as in '1.788 [1.70, 1.88]'; an unknown interval is left out.
 
     Example:
-        >>> between(Estimate(0.24, 0.16, 0.33))
+        >>> format_interval(Estimate(0.24, 0.16, 0.33))
         '0.240 [0.160, 0.330]'
-        >>> between(Estimate(-0.5), signed=True)
+        >>> format_interval(Estimate(-0.5), signed=True)
         '−0.500'
     """
     if estimate is None:

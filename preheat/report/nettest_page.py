@@ -20,7 +20,7 @@ __all__ = ["compare_with_expected", "format_seconds", "format_size", "write_net"
 def format_seconds(value: float) -> str:
     """Returns seconds with three digits and an SI unit.
 
-    >>> seconds(2.5e-5), seconds(0.0123), seconds(2.0)
+    >>> format_seconds(2.5e-5), format_seconds(0.0123), format_seconds(2.0)
     ('25 µs', '12.3 ms', '2 s')
     """
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -32,7 +32,7 @@ def format_seconds(value: float) -> str:
 def format_size(value: float) -> str:
     """Returns bytes with three digits and a binary unit.
 
-    >>> size(1024), size(1536), size(64 * 2**20)
+    >>> format_size(1024), format_size(1536), format_size(64 * 2**20)
     ('1 KiB', '1.5 KiB', '64 MiB')
     """
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -494,7 +494,7 @@ def _describe_training(summary: Summary) -> str:
 def _describe_sources(data: object) -> str:
     """Returns the sources of `data.source`, a name or a list of names and of mappings with a `source`.
 
-    >>> _sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
+    >>> _describe_sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
     'stdlib and notes.txt'
     """
     several = data if isinstance(data, list) else [data]

@@ -71,7 +71,7 @@ def format_tick_labels(values: Sequence[float]) -> list[str]:
     """Returns tick labels with the fewest decimals that distinguish all ticks; very small or large ones use exponents.
 
     Example:
-        >>> tick_labels([0.0, 0.5, 1.0]), tick_labels([1000.25, 1000.5]), tick_labels([0.0, 2e-5])
+        >>> format_tick_labels([0.0, 0.5, 1.0]), format_tick_labels([1000.25, 1000.5]), format_tick_labels([0.0, 2e-5])
         (['0', '0.5', '1'], ['1,000.25', '1,000.5'], ['0', '2e-5'])
     """
     most = max(map(abs, values), default=0.0)

@@ -53,7 +53,7 @@ def replace_head(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
         ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
         ... )
         >>> model = LlamaForCausalLM(config)
-        >>> classify(model, 3), model.lm_head.weight.shape
+        >>> replace_head(model, 3), model.lm_head.weight.shape
         ('lm_head', torch.Size([3, 16]))
     """
     import torch
@@ -75,7 +75,7 @@ def confusion_matrix(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
 
     Example:
         >>> import torch
-        >>> confusion(torch.tensor([0, 1, 1]), torch.tensor([0, 0, -100]), 2).tolist()
+        >>> confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, -100]), 2).tolist()
         [[1.0, 1.0], [0.0, 0.0]]
     """
     import torch
@@ -93,7 +93,7 @@ def compute_accuracy_and_f1(table: Tensor) -> dict[str, float]:
 
     Example:
         >>> import torch
-        >>> accuracy_and_f1(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
+        >>> compute_accuracy_and_f1(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
         {'accuracy': 0.75, 'macro_f1': 0.42857142857142855}
     """
     # Per class: predicted correctly, true, predicted.

@@ -69,7 +69,7 @@ def shard_attention(
         ValueError: `ring` with a kernel that returns no partial results.
 
     Example:
-        >>> attend = exchanged(sdpa_attention, mesh.get_group("context"), kind="ulysses")  # doctest: +SKIP
+        >>> attend = shard_attention(sdpa_attention, mesh.get_group("context"), kind="ulysses")  # doctest: +SKIP
     """
     from preheat.ops.distributed.context_parallel import ulysses_attention
     from preheat.ops.distributed.ring_attention import ring_attention

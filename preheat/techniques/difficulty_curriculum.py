@@ -49,7 +49,7 @@ def compute_competence(
         curve: root: sqrt(t (1 - start²) + start²), which adds hard rows ever more slowly; linear.
 
     Example:
-        >>> [round(competence(n / 4, start=0.1, until=1.0), 2) for n in range(5)]
+        >>> [round(compute_competence(n / 4, start=0.1, until=1.0), 2) for n in range(5)]
         [0.1, 0.51, 0.71, 0.87, 1.0]
     """
     if progress >= until:

@@ -61,7 +61,7 @@ def regroup_batches(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
         >>> import torch
         >>> row = torch.zeros(3, 4, dtype=torch.long)
         >>> b = Batch(row, row, row, MaskSpec(), 12, (7, 8, 9))
-        >>> [(part.tokens.shape[0], part.weight, part.rows) for part in regrouped([b, b], 4)]
+        >>> [(part.tokens.shape[0], part.weight, part.rows) for part in regroup_batches([b, b], 4)]
         [(4, 16, (7, 8, 9, 7)), (2, 8, (8, 9))]
     """
     # Batches that wait to be joined, and the number of their rows.
@@ -124,7 +124,7 @@ def predict_peak(floor: float, peak: float, rows: int, more: int) -> float:
     This never underestimates if each phase of a step takes a + b rows with a >= `floor`.
 
     Example:
-        >>> foreseen(floor=2.0, peak=3.0, rows=4, more=8)
+        >>> predict_peak(floor=2.0, peak=3.0, rows=4, more=8)
         4.0
     """
     return floor + (peak - floor) * more / rows
@@ -134,7 +134,7 @@ def candidate_sizes(rows: int) -> list[int]:
     """Returns the micro-batch sizes to try, largest first: each is half of the previous one, rounded up.
 
     Example:
-        >>> sizes(12)
+        >>> candidate_sizes(12)
         [12, 6, 3, 2, 1]
     """
     candidates = [rows]

@@ -84,7 +84,7 @@ def cast_to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Modu
 
     Example:
         >>> import torch
-        >>> to_half(torch.nn.Linear(4, 4), torch.bfloat16)
+        >>> cast_to_half(torch.nn.Linear(4, 4), torch.bfloat16)
         20
     """
     import torch
@@ -153,7 +153,7 @@ def stochastic_adamw(parameters: ParamsT, **settings: Any) -> torch.optim.Optimi
     Example:
         >>> import torch
         >>> layer = torch.nn.Linear(4, 4)
-        >>> _ = to_bf16(layer)
+        >>> _ = cast_to_bf16(layer)
         >>> optimizer = stochastic_adamw(layer.parameters(), lr=1e-3)
     """
     from preheat.ops.optim.optimizers import StochasticAdamW

@@ -50,7 +50,7 @@ def quantize_to_nf4(
         >>> config = LlamaConfig(
         ...     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
         ... )
-        >>> len(to_nf4(LlamaForCausalLM(config), keep=("down_proj",)))
+        >>> len(quantize_to_nf4(LlamaForCausalLM(config), keep=("down_proj",)))
         6
     """
     from torch import nn

@@ -37,7 +37,7 @@ def choose_kind(factor: float) -> str:
     """Returns the scaling that suits a factor if training follows.
 
     Example:
-        >>> kind_for(8), kind_for(64)
+        >>> choose_kind(8), choose_kind(64)
         ('yarn', 'base')
     """
     return "yarn" if factor <= YARN_UP_TO else "base"

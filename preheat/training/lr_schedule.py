@@ -18,7 +18,7 @@ def compute_lr_factor(schedule: Schedule, step: int, total: int | None) -> float
     wsd: Hu et al. 2024 (arXiv:2404.06395), linear decay.
 
     >>> schedule = Schedule(kind="wsd", warmup_ratio=0.2, decay_ratio=0.2, min_lr_ratio=0)
-    >>> [round(lr_factor(schedule, s, 10), 2) for s in range(10)]
+    >>> [round(compute_lr_factor(schedule, s, 10), 2) for s in range(10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
     """
     if total is None:

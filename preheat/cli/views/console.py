@@ -76,7 +76,7 @@ def format_expert_load(metrics: Mapping[str, Any]) -> str:
     """Returns the load balance of a step's experts as a short text.
 
     Example:
-        >>> experts({"expert_load": 1.84, "experts_idle": 3})
+        >>> format_expert_load({"expert_load": 1.84, "experts_idle": 3})
         'busiest expert x1.8, 3 idle'
     """
     idle = f", {metrics['experts_idle']} idle" if metrics["experts_idle"] else ""

@@ -185,7 +185,7 @@ def _join_amounts(first: str, last: str, between: str = " of ") -> str:
     """Joins two amounts, with the unit once if they share it.
 
     Example:
-        >>> _of("14.60 GiB", "24.00 GiB"), _of("512 MiB", "1.50 GiB", " to ")
+        >>> _join_amounts("14.60 GiB", "24.00 GiB"), _join_amounts("512 MiB", "1.50 GiB", " to ")
         ('14.60 of 24.00 GiB', '512 MiB to 1.50 GiB')
     """
     amount, _, unit = first.partition(" ")
@@ -214,7 +214,7 @@ def format_count(value: float) -> str:
     """Returns a count with its unit.
 
     Example:
-        >>> quantity(8.234e9), quantity(43_646_976), quantity(512)
+        >>> format_count(8.234e9), format_count(43_646_976), format_count(512)
         ('8.23B', '43.6M', '512')
     """
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
@@ -227,7 +227,7 @@ def format_hours(seconds: float) -> str:
     """Returns a long time in hours, and in days beyond two of them.
 
     Example:
-        >>> hours(90), hours(7300), hours(420_000)
+        >>> format_hours(90), format_hours(7300), format_hours(420_000)
         ('1.5 min', '2.0 h', '117 h (4.9 days)')
     """
     if seconds < 3600:
@@ -505,7 +505,7 @@ def wrap_command(arguments: Sequence[str], width: int = WIDTH, label: str = "nex
     r"""Returns a command to type, wrapped with backslashes so that a shell still reads it.
 
     Example:
-        >>> command_lines(["preheat", "train", "my recipe.yaml"], 30)
+        >>> wrap_command(["preheat", "train", "my recipe.yaml"], 30)
         ['next      preheat train \\', "            'my recipe.yaml'"]
     """
     lines = [f"{label:<{_LABEL}}"]

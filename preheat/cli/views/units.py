@@ -18,7 +18,7 @@ def format_rate(value: float | None) -> str:
 def format_gflops(rate: float) -> str:
     """Returns FLOP/s as a number of GFLOP/s.
 
-    >>> gflops(2.3e8), gflops(9.81e11)
+    >>> format_gflops(2.3e8), format_gflops(9.81e11)
     ('0.23', '981')
     """
     giga = rate / 1e9
@@ -28,7 +28,7 @@ def format_gflops(rate: float) -> str:
 def format_duration(seconds: float | None) -> str:
     """Returns seconds as text in its two largest units.
 
-    >>> duration(75), duration(7300), duration(3 * 86400)
+    >>> format_duration(75), format_duration(7300), format_duration(3 * 86400)
     ('1 min 15 s', '2 h 1 min', '3 d 0 h')
     """
     # A plan without a known end has no duration.

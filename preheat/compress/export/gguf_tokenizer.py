@@ -99,7 +99,7 @@ def assign_end_tokens(eos: int, ends: list[int], turn: int | None) -> tuple[int 
     llama.cpp stops at `eos` and the first two.
 
     Example:
-        >>> ends_left(7, [7, 0, 5, 6], turn=7), ends_left(0, [0], None)
+        >>> assign_end_tokens(7, [7, 0, 5, 6], turn=7), assign_end_tokens(0, [0], None)
         ((7, 0, [5, 6]), (None, None, []))
     """
     others = [n for n in ends if n not in (eos, turn)]
@@ -138,7 +138,7 @@ def compute_scores(tokens: list[str], merges: list[list[str]], normal: list[bool
     """Returns minus the rank of the first merge of each normal token; those without a merge rank last, others get 0.
 
     Example:
-        >>> scores_of(["<s>", "a", "b", "ab"], [["a", "b"]], [False, True, True, True])
+        >>> compute_scores(["<s>", "a", "b", "ab"], [["a", "b"]], [False, True, True, True])
         [0.0, -2.0, -3.0, 0.0]
     """
     ranks: dict[str, int] = {}

@@ -66,7 +66,7 @@ def write_onnx(
             exceeds the bound (no file is left).
 
     Example:
-        >>> to_onnx(model, "digits.onnx", images, int8=True).agreement           # doctest: +SKIP
+        >>> write_onnx(model, "digits.onnx", images, int8=True).agreement  # doctest: +SKIP
         0.994
     """
     require("onnx", "onnx", "onnxscript", "onnxruntime")

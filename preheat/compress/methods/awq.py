@@ -38,7 +38,7 @@ def quantize_to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Aw
         DataError: too few rows, or all alike.
 
     Example:
-        >>> to_awq(model, rows, Awq(group=64))                                                      # doctest: +SKIP
+        >>> quantize_to_awq(model, rows, Awq(group=64))  # doctest: +SKIP
     """
     from preheat.ops.quantization.awq_gptq import quantize_awq
     from preheat.ops.quantization.linear import Int4Linear, map_weight

@@ -73,7 +73,7 @@ def estimate_sensitivity(
         For each map one value per choice.
 
     Example:
-        >>> sensitivity(model, {"lm_head": model.lm_head}, rows)["lm_head"]                         # doctest: +SKIP
+        >>> estimate_sensitivity(model, {"lm_head": model.lm_head}, rows)["lm_head"]  # doctest: +SKIP
     """
     import torch
 
@@ -137,7 +137,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
         DataError: too few rows, or all alike.
 
     Example:
-        >>> spend_bits(model, rows, BitBudget(bits=5))                                              # doctest: +SKIP
+        >>> spend_bits(model, rows, BitBudget(bits=5))  # doctest: +SKIP
     """
     from preheat.compress.calibration import require_rows, walk
     from preheat.compress.quantize import choose_maps

@@ -29,7 +29,7 @@ def quantize_to_fp8(model: PreTrainedModel, settings: High | None = None) -> Cha
     """Quantizes the linear maps of a transformers model to eight-bit floats, in place.
 
     Example:
-        >>> to_fp8(model.cuda())                                                                    # doctest: +SKIP
+        >>> quantize_to_fp8(model.cuda())  # doctest: +SKIP
     """
     from preheat.ops.quantization.linear import Fp8Linear
 

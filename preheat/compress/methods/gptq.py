@@ -38,7 +38,7 @@ def quantize_to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: G
         DataError: too few rows, or all alike.
 
     Example:
-        >>> to_gptq(model, rows, Gptq(group=64))                                                      # doctest: +SKIP
+        >>> quantize_to_gptq(model, rows, Gptq(group=64))  # doctest: +SKIP
     """
     from preheat.ops.quantization.awq_gptq import quantize_gptq
     from preheat.ops.quantization.linear import Int4Linear, map_weight

@@ -33,7 +33,7 @@ def quantize_to_int4(model: PreTrainedModel, settings: Int4 | None = None) -> Ch
         RecipeError: a group size that does not divide a map's inputs.
 
     Example:
-        >>> to_int4(model, Int4(group=64, symmetric=False))                                         # doctest: +SKIP
+        >>> quantize_to_int4(model, Int4(group=64, symmetric=False))  # doctest: +SKIP
     """
     from preheat.ops.quantization.linear import Int4Linear
 

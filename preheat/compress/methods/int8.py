@@ -32,7 +32,7 @@ def quantize_to_int8(model: PreTrainedModel, settings: High | None = None) -> Ch
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 16}
-        >>> to_int8(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))).count
+        >>> quantize_to_int8(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))).count
         8
     """
     from preheat.ops.quantization.linear import Int8Linear

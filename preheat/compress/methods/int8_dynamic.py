@@ -29,7 +29,7 @@ def quantize_to_int8_dynamic(model: PreTrainedModel, settings: High | None = Non
     """Makes the linear maps of a transformers model multiply in eight-bit integers, in place.
 
     Example:
-        >>> to_int8_dynamic(model, Int8Dynamic(keep=("head",)))                                     # doctest: +SKIP
+        >>> quantize_to_int8_dynamic(model, Int8Dynamic(keep=("head",)))  # doctest: +SKIP
     """
     from preheat.ops.quantization.linear import Int8Linear
 

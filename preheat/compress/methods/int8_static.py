@@ -38,7 +38,7 @@ def quantize_to_int8_static(
         rows: calibration sequences, [1, length] tokens each.
 
     Example:
-        >>> to_int8_static(model, rows, Int8Static(strength=0.5))                                   # doctest: +SKIP
+        >>> quantize_to_int8_static(model, rows, Int8Static(strength=0.5))  # doctest: +SKIP
     """
     from preheat.ops.quantization.awq_gptq import smooth
     from preheat.ops.quantization.linear import Int8Linear, map_weight

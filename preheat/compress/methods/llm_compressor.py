@@ -40,7 +40,7 @@ def quantize_by_llm_compressor(
         RunError: no environment with llm-compressor, or it fails.
 
     Example:
-        >>> by_llm_compressor(model, rows, LlmCompressor(python="lc/bin/python"))                   # doctest: +SKIP
+        >>> quantize_by_llm_compressor(model, rows, LlmCompressor(python="lc/bin/python"))  # doctest: +SKIP
     """
     from preheat.compress.calibration import describe
     from preheat.compress.llm_compressor import QuantizationRequest, run

@@ -58,7 +58,7 @@ def prune_by_shape_search(
         RecipeError: no rows; a budget that no shape meets; a family that cannot be sliced.
 
     Example:
-        >>> prune_by_lottery(model, rows, parameters=0.7)[0]                                        # doctest: +SKIP
+        >>> prune_by_shape_search(model, rows, parameters=0.7)[0]  # doctest: +SKIP
         'channels 172 -> 96, layers 5 -> 4; 260,032 -> 181,312 parameters (69.7%); the best of 32 shapes by loss: 2.41'
     """
     from preheat.compress import shape_sampling, structured_pruning

@@ -28,7 +28,7 @@ def quantize_to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Chan
     """Quantizes the linear maps of a transformers model to NF4, in place; the rest to eight bits.
 
     Example:
-        >>> to_nf4(model, Nf4(double_quantization=False))                                           # doctest: +SKIP
+        >>> quantize_to_nf4(model, Nf4(double_quantization=False))  # doctest: +SKIP
     """
     from preheat.ops.quantization.nf4 import pack_
 

@@ -48,7 +48,7 @@ def build_narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: 
     Example:
         >>> from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
         >>> model = MobileNetV2ForImageClassification(MobileNetV2Config(depth_multiplier=0.25, image_size=32))
-        >>> small, description = narrower(model, [torch.randn(4, 3, 32, 32)], 0.5)
+        >>> small, description = build_narrower(model, [torch.randn(4, 3, 32, 32)], 0.5)
         >>> small.config.expand_ratio
         3.0
     """

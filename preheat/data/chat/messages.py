@@ -65,7 +65,7 @@ def parse_messages(value: object, field: str) -> list[JsonObject]:
         Unreadable: the value is not such a list, or a message has no role or no text.
 
     Example:
-        >>> messages_of([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "conversations")
+        >>> parse_messages([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "conversations")
         [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
     """
     turns = [value] if isinstance(value, Mapping) else value
@@ -194,7 +194,7 @@ def find_order_problem(messages: Sequence[Message]) -> str | None:
     None.
 
     Example:
-        >>> order_problem([{"role": "user"}, {"role": "user"}])
+        >>> find_order_problem([{"role": "user"}, {"role": "user"}])
         'message 2 is of the user, after one of the user'
     """
     before = None

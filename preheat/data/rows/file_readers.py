@@ -60,7 +60,7 @@ def describe_json_type(value: object) -> str:
     """Returns the type of a JSON value, for messages.
 
     Example:
-        >>> kind_of(None), kind_of([1]), kind_of("a")
+        >>> describe_json_type(None), describe_json_type([1]), describe_json_type("a")
         ('null', 'a list', 'text')
     """
     if value is None:
@@ -128,7 +128,7 @@ def format_names(names: Iterable[object], most: int = 8) -> str:
     """Returns the first names for a message, quoted and shortened, and the number of the others.
 
     Example:
-        >>> listed(["a", "b"]), listed(range(12), 2)
+        >>> format_names(["a", "b"]), format_names(range(12), 2)
         ("'a', 'b'", "'0', '1' and 10 more")
     """
     names = [str(name) for name in names]

@@ -36,7 +36,7 @@ def advise_columns(known: Sequence[str]) -> str:
     """Returns advice for unknown fields: the setting for one that resembles a layout's field, else an example.
 
     Example:
-        >>> columns_advice(["mesages"])
+        >>> advise_columns(["mesages"])
         'set data.columns={messages: mesages}'
     """
     roles, known = (

@@ -230,7 +230,7 @@ def build_smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 96}
         >>> config = LlamaConfig(num_hidden_layers=3, **sizes)
-        >>> smaller(LlamaForCausalLM(config), KeptIndices(layers=torch.tensor([0, 2]))).config.num_hidden_layers
+        >>> build_smaller(LlamaForCausalLM(config), KeptIndices(layers=torch.tensor([0, 2]))).config.num_hidden_layers
         2
     """
     import torch

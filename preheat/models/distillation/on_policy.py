@@ -56,7 +56,7 @@ def read_answers(labels: Tensor, documents: Sequence[Sequence[int]], rows: Seque
 
     Example:
         >>> import torch
-        >>> answers_of(torch.tensor([[-100, 5, 6, -100, 1, 2, 3, 4]]), [[4, 4]], [0])[0]
+        >>> read_answers(torch.tensor([[-100, 5, 6, -100, 1, 2, 3, 4]]), [[4, 4]], [0])[0]
         Answer(row=0, start=0, end=4, first=2, last=4, trained=2)
     """
     answers = []
@@ -91,7 +91,7 @@ def replace_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[S
         >>> from preheat.core import MaskSpec
         >>> row = torch.arange(6)[None]
         >>> old = Batch(row, row + 1, row, MaskSpec(documents=((6,),)), 6)
-        >>> new = with_answers(old, [Answer(0, 0, 6, 3, 6, 6)], [[8, 9]])
+        >>> new = replace_answers(old, [Answer(0, 0, 6, 3, 6, 6)], [[8, 9]])
         >>> new.tokens.tolist(), new.labels.tolist(), new.aligned[0].tolist()
         ([[0, 1, 2, 8, 9, 5]], [[-100, -100, 8, 9, -100, -100]], [[0.0, 0.0, 3.0, 3.0, 0.0, 0.0]])
     """

@@ -126,7 +126,7 @@ def compared_layers(layers: int, matched: int) -> list[int]:
     """Indices of the layers compared in addition to the last hidden states; `matched` in all, evenly spaced in depth.
 
     Example:
-        >>> compared(12, 3), compared(6, 3), compared(6, 1)
+        >>> compared_layers(12, 3), compared_layers(6, 3), compared_layers(6, 1)
         ([3, 7], [1, 3], [])
     """
     # The last of the `matched` states is the model's output, so only matched - 1 are taken from layers.
@@ -190,7 +190,7 @@ def space_layers(layers: int, of: int) -> list[int]:
     """`layers` of `of` layers, evenly spaced, including the first and the last.
 
     Example:
-        >>> spread(3, 5), spread(1, 5)
+        >>> space_layers(3, 5), space_layers(1, 5)
         ([0, 2, 4], [4])
     """
     return [round(n * (of - 1) / (layers - 1)) for n in range(layers)] if layers > 1 else [of - 1]

@@ -122,7 +122,7 @@ def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
 def _count_begun(text: str, stop: str) -> int:
     """The number of characters at the end of `text` that begin `stop`.
 
-    >>> _begun("one\\nUs", "\\nUser:"), _begun("one", "\\nUser:")
+    >>> _count_begun("one\\nUs", "\\nUser:"), _count_begun("one", "\\nUser:")
     (3, 0)
     """
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

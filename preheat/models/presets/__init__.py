@@ -99,7 +99,7 @@ def resolve_hub_name(name: str) -> tuple[str, str]:
         RecipeError: no such model; the closest is suggested.
 
     Example:
-        >>> on_hub("qwen/QWEN3-8B"), on_hub("Llama-3.1-8B-Instruct")
+        >>> resolve_hub_name("qwen/QWEN3-8B"), resolve_hub_name("Llama-3.1-8B-Instruct")
         (('qwen3-8b', 'Qwen/Qwen3-8B'), ('llama-3.1-8b', 'meta-llama/Llama-3.1-8B-Instruct'))
     """
     # The first preset in order wins a name that several share.

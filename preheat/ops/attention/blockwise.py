@@ -40,7 +40,7 @@ def attend_blockwise(
 
     Example:
         >>> q = k = v = torch.ones(1, 2, 4, 8)
-        >>> blocked_attention(q, k, v, MaskSpec(window=2), 1.0).shape
+        >>> attend_blockwise(q, k, v, MaskSpec(window=2), 1.0).shape
         torch.Size([1, 2, 4, 8])
     """
     if not mask.causal and (is_packed(mask) or mask.global_tokens):

@@ -87,7 +87,7 @@ class OpaqueAttention:
     scores. Kernels that only autograd can differentiate rerun forward in the backward pass.
 
     Example:
-        >>> attend = OpaqueAttention(blocked_attention)
+        >>> attend = OpaqueAttention(attend_blockwise)
         >>> q = k = v = torch.ones(1, 2, 4, 8)
         >>> attend(q, k, v, OpaqueMask.of(MaskSpec(), 1, 4), 1.0).shape
         torch.Size([1, 2, 4, 8])

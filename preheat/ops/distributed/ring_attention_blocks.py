@@ -52,7 +52,7 @@ def visible_tiles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int
         documents: document lengths of each full row.
 
     Example:
-        >>> [(r.queries, r.keys, r.causal) for r in rectangles(((8,),), 2, 0, 1)]
+        >>> [(r.queries, r.keys, r.causal) for r in visible_tiles(((8,),), 2, 0, 1)]
         [(slice(2, 4, None), slice(0, 4, None), False)]
     """
     tiles = []

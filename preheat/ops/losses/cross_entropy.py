@@ -360,7 +360,7 @@ def sum_chunked_loss(
     Example:
         >>> head = torch.nn.Linear(8, 100, bias=False)
         >>> hidden, labels = torch.randn(6, 8, requires_grad=True), torch.arange(6)
-        >>> a = chunked_logits(hidden, head, CrossEntropy(), labels, rows=4)
+        >>> a = sum_chunked_loss(hidden, head, CrossEntropy(), labels, rows=4)
         >>> b = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
         >>> bool(torch.isclose(a, b))
         True

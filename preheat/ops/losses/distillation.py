@@ -54,7 +54,7 @@ def top_tokens(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
         logits: [..., vocabulary].
 
     Example:
-        >>> top = likeliest(torch.tensor([0.0, 2.0, 0.0]).exp().log(), 1)
+        >>> top = top_tokens(torch.tensor([0.0, 2.0, 0.0]).exp().log(), 1)
         >>> top.values.exp().sum().item(), top.indices.tolist()
         (1.0, [1])
     """
@@ -399,7 +399,7 @@ def compute_means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]
     tokens. If the teacher covers only some positions, `compared` is their fraction.
 
     Example:
-        >>> means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)
+        >>> compute_means({"label_loss": torch.tensor(3.0), "divergence": torch.tensor(1.0)}, 2.0)
         {'label_loss': 1.5, 'divergence': 0.5}
     """
     totals = {name: float(total) for name, total in sums.items()}

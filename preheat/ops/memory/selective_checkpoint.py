@@ -217,7 +217,7 @@ def solve_knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
 
     Example:
         >>> dear, cheap = Call(("mm", 0), 60, 100), Call(("mul", 0), 60, 1)
-        >>> knapsack(LayerTrace((cheap, dear), 120), 0.5)
+        >>> solve_knapsack(LayerTrace((cheap, dear), 120), 0.5)
         frozenset({('mm', 0)})
     """
     # At most 1,000 units: the table has calls x units entries, whatever the layer's size.

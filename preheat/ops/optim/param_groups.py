@@ -30,7 +30,7 @@ def to_lists(params: Iterable[Any]) -> list[Any]:
     Example:
         >>> import torch
         >>> layer = torch.nn.Linear(2, 2)
-        >>> [len(group["params"]) for group in as_lists([{"params": layer.parameters()}, {"params": layer.bias}])]
+        >>> [len(group["params"]) for group in to_lists([{"params": layer.parameters()}, {"params": layer.bias}])]
         [2, 1]
     """
     return [

@@ -29,7 +29,7 @@ def compute_output_error(change: Tensor, gram: Tensor) -> float:
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0]])
-        >>> output_error(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), x.t() @ x)
+        >>> compute_output_error(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), x.t() @ x)
         5.0
     """
     # tr(D G D^T) is the sum over the elements of (D G) * D, without a matrix of [out, out].
@@ -80,7 +80,7 @@ def quantize_awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = 
         inputs.
 
     Example:
-        >>> groups, factors = awq(torch.randn(8, 64), torch.eye(64), 32)
+        >>> groups, factors = quantize_awq(torch.randn(8, 64), torch.eye(64), 32)
         >>> groups.codes.shape, factors.shape
         (torch.Size([8, 64]), torch.Size([64]))
     """
@@ -128,7 +128,7 @@ def quantize_gptq(
         Codes and grid.
 
     Example:
-        >>> gptq(torch.randn(8, 64), torch.eye(64), 32).codes.dtype
+        >>> quantize_gptq(torch.randn(8, 64), torch.eye(64), 32).codes.dtype
         torch.uint8
     """
     original = weight.detach().float()

@@ -49,7 +49,7 @@ def round_weight(weight: Tensor, grid: Grid) -> Tensor:
     """Rounds a weight [out, in] to a grid; returns fp32.
 
     Example:
-        >>> rounded(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), Grid(4, 4)).tolist()
+        >>> round_weight(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), Grid(4, 4)).tolist()
         [[-8.0, 7.0, 0.0, 1.0]]
     """
     if grid.bits == 4:

@@ -106,7 +106,7 @@ def quantize_groups(weight: Tensor, group: int, *, symmetric: bool = True, shrin
 
     Example:
         >>> groups = quantize_groups(torch.tensor([[-8.0, 7.0, 0.4, 1.0]]), 4)
-        >>> groups.codes.tolist(), group_values(groups).tolist()
+        >>> groups.codes.tolist(), dequantize_groups(groups).tolist()
         ([[0, 15, 8, 9]], [[-8.0, 7.0, 0.0, 1.0]])
     """
     scales, zeros = compute_group_grid(weight, group, symmetric=symmetric, shrink=shrink)
@@ -160,7 +160,7 @@ def nearest_divisor(inputs: int, wanted: int) -> int:
     """Returns the divisor of `inputs` nearest to `wanted` (the smaller on a tie); 1 only for `inputs` 1.
 
     Example:
-        >>> divisor(172, 32), divisor(768, 32), divisor(7, 4)
+        >>> nearest_divisor(172, 32), nearest_divisor(768, 32), nearest_divisor(7, 4)
         (43, 32, 7)
     """
     # From 2: a group of one input would store a scale per weight.

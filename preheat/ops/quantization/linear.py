@@ -406,7 +406,7 @@ def multiply_integers(x: Tensor, codes: Tensor, *, least: int = 0) -> Tensor:
         least: minimum rows of the matmul (CUDA requires more than 16); fewer are padded with zeros.
 
     Example:
-        >>> integer_product(torch.ones(1, 8, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8), least=17).shape
+        >>> multiply_integers(torch.ones(1, 8, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8), least=17).shape
         torch.Size([1, 8])
     """
     rows = x.shape[0]

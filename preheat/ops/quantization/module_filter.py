@@ -37,7 +37,7 @@ def select_kept(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[
         ValueError: an entry matches nothing; the message suggests the closest match.
 
     Example:
-        >>> sorted(kept_names(["a.up", "a.down", "b.up"], ["up"], {}))
+        >>> sorted(select_kept(["a.up", "a.down", "b.up"], ["up"], {}))
         ['a.up', 'b.up']
     """
     names = list(names)

@@ -149,7 +149,7 @@ def count_passes(devices: int) -> int:
     """Returns the passes that `preheat plan` gives a search on so many devices.
 
     Example:
-        >>> passes_for(1), passes_for(8), passes_for(1024)
+        >>> count_passes(1), count_passes(8), count_passes(1024)
         (64, 400, 480)
     """
     return next((passes for most, passes in _PASSES.items() if devices <= most), _MANY)

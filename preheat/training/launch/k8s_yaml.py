@@ -22,7 +22,7 @@ _Dumper.add_representer(
 def dump_manifest(value: object) -> str:
     """Returns a value as YAML.
 
-    >>> print(manifest({"name": "on", "run": "a\\nb\\n"}), end="")
+    >>> print(dump_manifest({"name": "on", "run": "a\\nb\\n"}), end="")
     name: 'on'
     run: |
       a

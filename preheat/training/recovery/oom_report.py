@@ -45,7 +45,7 @@ def diagnose(run: str | Path) -> JsonObject:
         RunError: no run, no out-of-memory error in it, or another type of device than this machine has.
 
     Example:
-        >>> diagnose("runs/demo")["options"][0]["set"]                          # doctest: +SKIP
+        >>> diagnose("runs/demo")["options"][0]["set"]  # doctest: +SKIP
         ['techniques.gradient_accumulation.steps=4']
     """
     from preheat.data.tokenizer import load_tokenizer
@@ -144,7 +144,7 @@ def suggest_allocator_settings(failure: OutOfMemory) -> dict[str, str] | None:
         >>> counters = {"allocated": 6 << 30, "reserved": 9 << 30, "largest_free": 1 << 28, "retries": 3}
         >>> failure = OutOfMemory(phase=Phase.GRADIENTS, step=0, rank=0, message="", requested=1 << 30, room=None,
         ...                       overhead=0, in_use={}, allocator=counters)
-        >>> allocator_settings(failure)["set"]
+        >>> suggest_allocator_settings(failure)["set"]
         'hardware.segments=expandable'
     """
     # Fragmentation: the allocator held at least as much free memory as was requested.
