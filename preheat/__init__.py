@@ -28,7 +28,7 @@ _HOME = {
     "add_lora": ("preheat.techniques.lora", "add_lora"),
     "checkpoint_layers": ("preheat.techniques.activation_checkpointing", "checkpoint_layers"),
     "load_recipe": ("preheat.recipe", "load"),
-    "plan": ("preheat.planning.plan_request", "plan_here"),
+    "plan": ("preheat.planning.plan_request", "plan_on_this_machine"),
     "train": ("preheat.training.loop", "train"),
 }
 

@@ -21,7 +21,7 @@ from preheat.ops.optim import half_adamw
 from preheat.ops.optim.half_precision import MasterAdamW
 from preheat.ops.optim.optimizers import StochasticAdamW
 from preheat.ops.quantization import nf4
-from preheat.ops.quantization.linear import Int8Linear, multiply_int8
+from preheat.ops.quantization.linear import Int8Linear, multiply_int8_codes
 from preheat.planning.dispatch_recorder import Recorder
 
 TRITON = find_spec("triton") is not None
@@ -155,7 +155,7 @@ def test_half_adamw_changes_nothing_where_gradients_are_not_finite() -> None:
 def test_eight_bits_are_multiplied_as_the_values_they_stand_for(rows: int, inputs: int, outputs: int) -> None:
     made = Int8Linear.of(torch.nn.Linear(inputs, outputs, bias=False))
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).half()
-    out = multiply_int8(x, made.codes, made.scales)
+    out = multiply_int8_codes(x, made.codes, made.scales)
     assert out.dtype == x.dtype
     assert difference(out, x.double() @ made.weight.double().t()) < 1e-3
 
