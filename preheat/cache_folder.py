@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,12 @@ def create_own_folder(folder: Path) -> bool:
     make_private(folder)
     # lstat, so that a link to a folder of somebody else is rejected instead of followed.
     facts = folder.lstat()
-    if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
+    if (
+        sys.platform != "win32"
+        and facts.st_uid == os.getuid()
+        and stat.S_ISDIR(facts.st_mode)
+        and facts.st_mode & 0o077
+    ):
         folder.chmod(0o700)
         # Read again, because some file systems ignore a change of mode.
         facts = folder.lstat()
@@ -45,7 +51,9 @@ def create_own_folder(folder: Path) -> bool:
 
 
 def is_private(facts: os.stat_result) -> bool:
-    """True if only this user, or root, can write to a file or folder."""
+    """True if only this user, or root, can write to a file or folder; False on Windows, where the mode does not say."""
+    if sys.platform == "win32":
+        return False
     return facts.st_uid in (0, os.getuid()) and not facts.st_mode & 0o022
 
 

@@ -11,11 +11,12 @@ import math
 import os
 import re
 import secrets
+import sys
 import typing
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from preheat.core.json_types import INLINE, OMITTED, Record
 from preheat.errors import RunError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEEPEST",
     "BadJson",
+    "lock_file",
     "parse_json",
     "read_bytes",
     "read_intact",
@@ -306,6 +308,35 @@ def read_bytes(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror}") from None
+
+
+def lock_file(file: IO[Any], *, wait: bool = False) -> None:
+    """Locks an open file for this process; the system releases the lock with the file or the process, however it ends.
+
+    Args:
+        wait: waits for a process that holds the lock.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `wait` is False.
+        OSError: the file system has no locks.
+    """
+    if sys.platform == "win32":  # not yet run there
+        import msvcrt
+
+        while True:
+            # A byte far behind the end: a locked one could not be read by others.
+            file.seek(2**30)
+            try:
+                # LK_LOCK tries for ten seconds.
+                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+                return
+            except OSError as error:
+                if not wait:
+                    raise BlockingIOError(error.errno, "another process holds the lock") from None
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TextIO
 
 from preheat.errors import PreheatError, RunError
+from preheat.files import lock_file
 from preheat.sanitize import shorten
 
 __all__ = ["MARK", "NewFolder", "Unwritable", "choose_home", "require_new", "describe_write_error"]
@@ -159,10 +160,8 @@ def _is_ours(folder: Path, mark: Path) -> bool:
 
 
 def _is_locked(file: TextIO) -> bool:
-    import fcntl
-
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file)
     # Another process has the lock; other errors mean that there are no locks here.
     except BlockingIOError:
         return False

@@ -17,6 +17,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -435,6 +436,9 @@ class _Loader(Generic[Item]):
 @contextmanager
 def _block_signals() -> Iterator[None]:
     """Blocks signals to the process group in processes started within the block; the main process ends them itself."""
+    if sys.platform == "win32":  # Ctrl-C is the only one there
+        yield
+        return
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

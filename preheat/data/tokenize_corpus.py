@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
 import itertools
 import json
 import os
@@ -33,7 +32,7 @@ from preheat.data.split import Side, Split, hash_letters, iterate_chunks
 from preheat.data.tokenizer import Encoded, Encoder
 from preheat.data.vision_inputs import ImageProcessor, ImageTable
 from preheat.errors import PreheatError
-from preheat.files import to_json, write_atomic
+from preheat.files import lock_file, to_json, write_atomic
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -164,7 +163,7 @@ def tokenize(
     with (work / "lock").open("a") as lock:
         try:
             # The kernel releases the lock with the process, however it ends, so a killed one blocks nobody.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock)
         except OSError:  # another process holds the work folder: use one of our own
             work = folder.parent / "work"
             work.mkdir()

@@ -30,7 +30,7 @@ def resolve_device(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
     set_deterministic(recipe.hardware.deterministic)
     import torch
 
-    from preheat.hardware.probe import probe
+    from preheat.hardware.probe import count_cores, probe
 
     device = probe(recipe.hardware.device, recipe.hardware.memory, recipe.hardware.segments)
     if device.kind == "cpu" and on_host > 1:
@@ -39,7 +39,6 @@ def resolve_device(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
     if recipe.hardware.threads:
         torch.set_num_threads(recipe.hardware.threads)
     elif on_host > 1:
-        # With a thread per core in each of two processes, a small step took 4.4 s instead of 0.16 s. The affinity has
-        # the cores that this process may use, which a container can limit.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_host))
+        # With a thread per core in each of two processes, a small step took 4.4 s instead of 0.16 s.
+        torch.set_num_threads(max(1, count_cores() // on_host))
     return device, torch.get_num_threads()

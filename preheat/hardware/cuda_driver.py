@@ -29,9 +29,11 @@ def has_cuda() -> bool:
 
 
 def why_no_cuda() -> tuple[str, bool]:
-    """Returns why torch finds no CUDA device, with the fix, and whether this machine seems to have an NVIDIA GPU."""
+    """Returns why torch finds no CUDA device, with the fix, and if users expect a GPU to work here."""
     import torch
 
+    if torch.backends.mps.is_available():  # not yet run there
+        return "training on Apple's GPUs (MPS) is not supported; `preheat plan --gpu` plans for an NVIDIA GPU", True
     gpu, driver = _has_gpu(), _cuda_of_driver()
     if torch.version.hip is not None:
         return "torch finds no AMD device here", False

@@ -12,6 +12,7 @@ import os
 import time
 
 from preheat.hardware.machine_use import UseMeter
+from preheat.hardware.probe import count_cores
 
 __all__ = ["VARIABLES", "choose_waiting", "spin_briefly"]
 
@@ -27,7 +28,7 @@ def choose_waiting() -> None:
 
     Takes a tenth of a second. Changes nothing if the user has chosen, or on a single core.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = count_cores()
     stated = os.environ.get("OMP_NUM_THREADS", "")
     threads = min(int(stated), cores) if stated.isdecimal() else cores
     if threads == 1 or any(name in os.environ for name in VARIABLES):

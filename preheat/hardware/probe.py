@@ -1,6 +1,7 @@
 """Devices and memory of this machine, and the memory of this process. Imports torch only to query a device.
 
-Process memory is read from /proc on Linux. Other systems have the high-water mark only (`resource`).
+Memory is read from /proc on Linux, which alone tells the peak of a part of a run, and elsewhere by psutil (not yet run
+on macOS and Windows).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "start_peak",
     "can_begin_peak",
     "claimed_bytes",
+    "count_cores",
     "parse_memory",
     "peak_bytes",
     "peak_reserved_bytes",
@@ -44,7 +46,7 @@ _UNITS = {"b": 1} | {
 
 
 _MOST_MEMORY = 2**60
-_CLEAR = Path("/proc/self/clear_refs")
+_CLEAR, _MEMINFO = Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 # Kind of device, or `reserved` on CUDA -> high-water mark before the last reset.
 _highest: dict[str, int] = {}
 
@@ -129,22 +131,31 @@ def _read_processor_name() -> str:
     return platform.processor() or platform.machine()  # cpuinfo on ARM has no model name
 
 
+def count_cores() -> int:
+    """Returns the number of cores that this process may use; containers and job schedulers limit it on Linux."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _read_host_memory() -> int:
     """Returns the memory of the machine, or the tightest limit of this process's control groups."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     groups = Path("/proc/self/cgroup")
     if not groups.exists():
-        return total
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([total, *_read_group_limits(groups.read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))])
 
 
 def system_memory() -> int:
     """Returns the memory that this process can use: resident plus available memory, up to the control groups' limit."""
     limit = _read_host_memory()
+    if not _MEMINFO.exists():
+        import psutil
+
+        return min(limit, resident_bytes() + int(psutil.virtual_memory().available))
     # MemAvailable includes page cache that the kernel can drop, unlike MemFree.
-    available = re.search(
-        r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", _MEMINFO.read_text(encoding="utf-8"), re.MULTILINE)
     # MemAvailable excludes the memory of this process.
     return min(limit, resident_bytes() + int(available[1]) * 1024) if available else limit
 
@@ -186,17 +197,13 @@ def _read_status(key: str) -> int | None:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process, in bytes.
-
-    Raises:
-        RunError: not on Linux.
-    """
+    """Returns the resident memory of this process, in bytes."""
     size = _read_status("VmRSS")
-    if size is None:
-        raise RunError(
-            "resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux"
-        )
-    return size
+    if size is not None:
+        return size
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def claimed_bytes() -> int:
@@ -216,6 +223,10 @@ def peak_resident_bytes() -> int:
     size = _read_status("VmHWM")
     if size is not None:
         return size
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
     # macOS counts bytes, other systems KiB.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from preheat.hardware.machine_use import run_delays
+from preheat.hardware.probe import count_cores
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ def _is_oversubscribed() -> bool:
     """True if there are more threads than CPUs: then they wait for each other, in a run as here."""
     import torch
 
-    return hasattr(os, "sched_getaffinity") and torch.get_num_threads() > len(os.sched_getaffinity(0))
+    return torch.get_num_threads() > count_cores()
 
 
 def _sample(call: Callable[[], object], patience: float) -> tuple[list[float], list[float]]:

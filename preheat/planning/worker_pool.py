@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from preheat.hardware.child_processes import end_with_parent
 from preheat.hardware.interrupts import handled_signals
+from preheat.hardware.probe import count_cores
 
 __all__ = ["freeze_garbage", "is_serial", "start_worker_pool", "count_processes", "run_tasks"]
 
@@ -31,8 +32,7 @@ def count_processes() -> int:
     if not _can_fork():
         return 1
     setting = os.environ.get("PREHEAT_PROCESSES", "")
-    # Affinity rather than the number of cores: containers and job schedulers limit it.
-    return max(int(setting), 1) if setting.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
+    return max(int(setting), 1) if setting.isdigit() else min(count_cores(), _MOST)
 
 
 def _can_fork() -> bool:

@@ -6,7 +6,6 @@ A new run needs a folder that is new, empty, or holds only the files of a run th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import time
@@ -17,7 +16,7 @@ from typing import Any, TextIO
 
 from preheat.core.run_records import EvaluationMetrics, Event, StepMetrics, SystemMetrics
 from preheat.errors import RunError
-from preheat.files import to_json, write_atomic
+from preheat.files import lock_file, to_json, write_atomic
 from preheat.run.layout import MARK, Mark, abbreviate, read_mark
 from preheat.run.reader import Reader
 
@@ -166,7 +165,7 @@ class Writer:
         while True:
             lock = file.open("a")
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock)
                 # The lock must be on the file that has this name now.
                 if file.exists() and os.path.samestat(os.fstat(lock.fileno()), file.stat()):
                     return lock

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from preheat.errors import RunError
-from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
+from preheat.files import lock_file, parse_json, read_bytes, read_record, to_json, write_atomic
 
 __all__ = ["SentState"]
 
@@ -64,7 +63,7 @@ class SentState:
         file.parent.mkdir(exist_ok=True)
         lock = file.open("a")
         # The previous session's process may still be sending.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, wait=True)
         return lock
 
     def write(self, run: Path) -> None:

@@ -7,6 +7,7 @@ checkpoint holds everything that resuming needs. The loop itself decides only wh
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -98,6 +99,8 @@ def train(
     """
     if profile is not None and profile < 1:
         raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
+    if sys.platform == "win32":  # forks, signals and locks of training are those of POSIX
+        raise RunError("training runs on Linux and macOS; on Windows, train in WSL 2 (plans and reports work here)")
     with remote_code.trust_remote_code(trust_remote_code):
         seen_by = watch or (Logged() if progress else Watch())
         return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile)

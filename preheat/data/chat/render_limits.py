@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import re
-import resource
 import signal
 import threading
 import time
@@ -87,17 +86,22 @@ class _MemoryLimit:
         with self.lock:
             self.threads -= 1
             if self.threads == 0 and self.before is not None:
+                import resource
+
                 resource.setrlimit(resource.RLIMIT_AS, self.before)
                 self.before = None
 
     def _lower(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         try:
             with open("/proc/self/statm", "rb") as file:
                 # The first number is the size of the address space in pages.
-                limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
+                pages = int(file.read().split()[0])
         except OSError:  # not Linux, which alone enforces the limit
             return
+        import resource
+
+        limit = pages * resource.getpagesize() + MEMORY
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         # RLIM_INFINITY is -1.
         if any(0 <= known <= limit for known in (soft, hard)):
             return  # the present limit is low enough
@@ -110,7 +114,9 @@ _memory_limit = _MemoryLimit()
 
 def _limit_time() -> contextlib.AbstractContextManager[None]:
     """Returns a context manager that raises _TimeLimit in the block after `SECONDS`."""
-    return _limit_by_alarm() if threading.current_thread() is threading.main_thread() else _threads.watching()
+    # Windows has no alarms.
+    in_main = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    return _limit_by_alarm() if in_main else _threads.watching()
 
 
 @contextlib.contextmanager
@@ -141,9 +147,14 @@ def _limit_by_alarm() -> Iterator[None]:
 class _Watched:
     """A rendering thread: its CPU clock, the clock's time at the start, and the time of the next check."""
 
-    clock: int
+    clock: int | None
     begun: float
     deadline: float
+
+
+def _read_clock(clock: int | None) -> float:
+    # Without a clock of the thread (macOS, Windows), the time of others counts too.
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 class _Watcher:
@@ -160,10 +171,9 @@ class _Watcher:
         if ident in self.watched:
             yield  # nested in a watched block
             return
-        # Without a clock of the thread (macOS), the time of others counts too.
-        clock = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else time.CLOCK_MONOTONIC
+        clock = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else None
         with self.changed:
-            self.watched[ident] = _Watched(clock, time.clock_gettime(clock), time.monotonic() + SECONDS)
+            self.watched[ident] = _Watched(clock, _read_clock(clock), time.monotonic() + SECONDS)
             if self.thread is None or not self.thread.is_alive():  # for example after a fork
                 self.thread = threading.Thread(target=self._watch, name="template-clock", daemon=True)
                 self.thread.start()
@@ -198,7 +208,7 @@ class _Watcher:
                         continue
                     watched.deadline = now + SECONDS
                     # As in `_limit_by_alarm`, only if the thread itself used the time.
-                    late = time.clock_gettime(watched.clock) - watched.begun >= SECONDS / 2
+                    late = _read_clock(watched.clock) - watched.begun >= SECONDS / 2
                     if late and self.watched.pop(ident, None) is not None:
                         # Takes effect between two bytecodes of that thread, so a long call in C is not interrupted.
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_TimeLimit))

@@ -29,6 +29,7 @@ from preheat.hardware.child_processes import (
     tie_to_parent,
 )
 from preheat.hardware.interrupts import Interrupted
+from preheat.hardware.probe import count_cores
 from preheat.training.process_group import BACKEND
 from preheat.training.signals import Signals
 
@@ -119,7 +120,7 @@ class _Launched:
 
     def run(self) -> LaunchResult:
         # Without a limit each process would use all cores: a small step took 4.4 s instead of 0.16 s on two cores.
-        threads = str(max(1, len(os.sched_getaffinity(0)) // self.world))
+        threads = str(max(1, count_cores() // self.world))
         with ExitStack() as stack:
             # The socket is opened here and handed to the store, so that no other program takes the port in between.
             listening = stack.enter_context(listen())
