@@ -37,7 +37,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Command:
     (folder / "r.yaml").write_text(TRACKED)
     command = Command(folder, cache)
     command.environment |= {"HOME": str(folder), "WANDB_MODE": "offline"}
-    command("train", "r.yaml", "--set", "stop.max_steps=5")
+    command("train", "r.yaml", "--set", "stop.max_steps=5", "--price", "2USD/h")
     command("train", "r.yaml", "--resume")
     return command
 
@@ -64,6 +64,11 @@ def test_a_tracker_has_each_metric_parameter_and_prediction_after_a_resume(track
         assert series[f"plan/{key}"][8] == pytest.approx(value, rel=1e-6)
     (measured,) = list(series["measured/peak_gib"].values())[-1:]
     assert measured == pytest.approx(run.measured().peak_gib, rel=1e-6)
+    usage = run.measured().usage
+    assert usage is not None
+    assert usage.cost is not None
+    (cost,) = list(series["measured/cost"].values())[-1:]
+    assert cost == pytest.approx(usage.cost, rel=1e-6)
     assert float(parameters["batch.size"]) == 4
     assert parameters["data.source"].endswith("text")
 
