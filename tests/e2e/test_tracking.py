@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -115,6 +117,35 @@ def test_a_tracker_that_fails_or_hangs_changes_no_loss(preheat: Command) -> None
     # What failed is sent later, by a tracker that works, and the run has the trackers in its recipe.
     sent = preheat.here.json("track", "tracked", "--to", "tensorboard")["sent"]
     assert [(row["tracker"], row["step"]) for row in sent] == [("tensorboard", 12)]
+
+
+@pytest.mark.skipif(
+    shutil.which("mount") is None or os.geteuid() != 0, reason="a disk that fills up needs root and mount"
+)
+def test_a_full_disk_of_tensorboard_changes_no_loss_and_the_rest_is_sent_later(preheat: Command) -> None:
+    disk = preheat.folder / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=8k none {disk} 2>/dev/null") != 0:
+        pytest.skip("this container may not mount")
+    try:
+        preheat("train", "r.yaml", "--out", "alone")
+        tracked = ("--track", "tensorboard", "--set", "tracking.folder=disk")
+        printed = "".join(preheat("train", "r.yaml", "--out", "run", *tracked))
+        assert "tracking: tensorboard ended: OSError: [Errno 28] No space left on device" in printed
+        assert losses(preheat.folder / "run") == losses(preheat.folder / "alone")
+        assert Reader(preheat.folder / "run").finished() is not None
+        assert os.system(f"mount -o remount,size=4m {disk}") == 0
+        assert preheat.here.json("track", "run", "--to", "tensorboard")["sent"][0]["step"] == 12
+        code = (
+            "import json, sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
+            "events = EventAccumulator(sys.argv[1]); events.Reload()\n"
+            "print(json.dumps({e.step: e.value for e in events.Scalars('train/loss')}))"
+        )
+        command = [sys.executable, "-W", "ignore", "-c", code, str(disk / "tensorboard/run")]
+        found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        assert {int(step): loss for step, loss in found.items()} == pytest.approx(losses(preheat.folder / "run"))
+    finally:
+        os.system(f"umount {disk}")
 
 
 @pytest.mark.parametrize(
