@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from preheat.cli.options.plan_options import parse_price
 from preheat.cli.options.recipe_argument import refuse_model
 from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.cli.views.output import say
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+    from preheat.core.plan import Price
     from preheat.hardware.catalogue import Accelerator
     from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
@@ -44,6 +46,7 @@ def run(
     rates: Rates | None = None,
     planned: bool = False,
     profile: int | None = None,
+    price: Price | None = None,
 ) -> JsonObject:
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
@@ -51,6 +54,7 @@ def run(
         rates: measured rates to plan with; by default those of this machine.
         planned: the plan was printed already.
         profile: number of steps to profile.
+        price: of a device-hour; None: that of the run's last session.
         again: arguments of the user's command, for the command that resumes an interrupted run.
 
     Raises:
@@ -67,7 +71,9 @@ def run(
     live = Live(screen, recipe.name, planned=planned) if lead and not json else nullcontext(Alarms())
     folder = out or Path("runs") / recipe.name
     with live as watch, _add_resume_command(folder, again):
-        result = start(recipe, out=out, resume=resume, force=force, watch=watch, rates=rates, profile=profile)
+        result = start(
+            recipe, out=out, resume=resume, force=force, watch=watch, rates=rates, profile=profile, price=price
+        )
     if result.get("already_finished"):
         if json and lead:
             emit(result)
@@ -178,6 +184,8 @@ def _build_summary(result: JsonObject) -> Group:
         if measured is not None:
             off = f"{expected / measured - 1:+.0%}" if measured and expected is not None else "-"
             table.add_row(label, show(expected), show(measured), off)
+    for row in _build_usage_rows(result):
+        table.add_row(*row)
     end = f"stopped by {result['stopped']} at" if result["stopped"] else "done:"
     # A stopped run ends without its last evaluation.
     figures = {"loss": result["loss"], "validation loss": None if result["stopped"] else result["validation_loss"]}
@@ -206,6 +214,24 @@ def _build_summary(result: JsonObject) -> Group:
     )
 
 
+def _build_usage_rows(result: JsonObject) -> list[tuple[str, str, str, str]]:
+    """Returns the rows of a run's energy and cost. Their predictions are of the whole run: only its end is compared."""
+    from preheat.sanitize import format_three_digits
+
+    rows = []
+    for label, key in (
+        (f"energy, kWh ({', '.join(result.get('energy_sources') or ())})", "energy_kwh"),
+        (f"cost, {result.get('currency')}", "cost"),
+    ):
+        if (measured := result.get(key)) is not None:
+            expected = None if result["stopped"] else result["predicted"].get(key)
+            off = f"{expected / measured - 1:+.0%}" if measured and expected is not None else "-"
+            rows.append(
+                (label, "-" if expected is None else format_three_digits(expected), format_three_digits(measured), off)
+            )
+    return rows
+
+
 def _run_dry(
     recipe: str,
     overrides: list[str],
@@ -214,6 +240,7 @@ def _run_dry(
     out: Path | None,
     resume: bool,
     nproc: int,
+    price: Price | None,
     json: bool,
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
@@ -250,8 +277,13 @@ def _run_dry(
         if not json:
             build_console().print(f"data: {data.source}; {data.text()}", soft_wrap=True, markup=False, highlight=False)
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
-    result, _ = plan_as_written(request, devices, None)
-    result = replace(result, text_part=text_part_note(subject.recipe), absent=subject.absent)
+    result, _ = plan_as_written(request, devices, None if price is None else price.per_hour)
+    result = replace(
+        result,
+        text_part=text_part_note(subject.recipe),
+        currency=price.currency if price is not None else result.currency,
+        absent=subject.absent,
+    )
     again = [part for item in overrides for part in ("--set", item)]
     # For another device, the run starts elsewhere.
     command = ["preheat", "train", recipe, *again] if gpu is None and nproc < 2 and result.fits else []
@@ -384,6 +416,17 @@ def train(
             ),
         ),
     ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price",
+            metavar="AMOUNT",
+            help=(
+                "Price of a device with its currency and time, such as 2.5USD/h or 1800EUR/month; adds the cost, "
+                "predicted and real. A resumed run keeps its price."
+            ),
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a recipe, print the prediction next to the measurement, and write a report.
@@ -397,6 +440,7 @@ def train(
     from preheat.hardware.catalogue import resolve_accelerator
 
     refuse_model(recipe, "train")
+    device_hour = None if price is None else parse_price(price)
     # An override like any other, so that the run's recipe names its trackers.
     set = [*(set or []), *([f"tracking.to=[{', '.join(track)}]"] if track else [])]
     if profile is not None and profile < 1:
@@ -405,7 +449,7 @@ def train(
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     if dry_run:
         device = None if gpu is None else resolve_accelerator(gpu)
-        _run_dry(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, json=json)
+        _run_dry(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, price=device_hour, json=json)
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")
@@ -422,8 +466,18 @@ def train(
         # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += ["--profile", str(profile)] if profile is not None else []
+        command += ["--price", price] if price is not None else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
         _launch(command, folder, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
         return
     resume = resume or (auto_resume and (folder / "recipe.yaml").exists())
-    run(read, out=out, resume=resume, force=force, json=json, again=context.obj, profile=profile)
+    run(
+        read,
+        out=out,
+        resume=resume,
+        force=force,
+        json=json,
+        again=context.obj,
+        profile=profile,
+        price=device_hour,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "PlanFigures",
     "Predicted",
+    "Price",
     "Rejection",
     "RooflineFigure",
     "RooflinePoint",
@@ -104,6 +105,14 @@ class HostLaunches:
 
     operators: int
     seconds_each: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of a device-hour, in a currency."""
+
+    per_hour: float
+    currency: str
 
 
 @dataclass(frozen=True)
@@ -231,13 +240,15 @@ class LongestContext:
 
 @dataclass(frozen=True)
 class Predicted(Record):
-    """The predictions of what a run measures; memory in GiB. None on a CPU, except for the peak and the speed.
+    """The predictions of what a run measures; memory in GiB, of which a CPU has the peak only.
 
     Attributes:
         peak_gib: peak: resident on a CPU, reserved and the context on a GPU.
         allocated_gib: of it tensors, with cuBLAS's workspaces.
         reserved_gib: what torch's allocator has from the driver for them.
         context_gib: what the process holds in addition, by the driver (needs nvidia-ml-py to be measured).
+        energy_kwh: of the whole run at most; None if its length or the device's power is unknown.
+        cost: of the whole run; None without a length or a price.
     """
 
     peak_gib: float
@@ -245,6 +256,8 @@ class Predicted(Record):
     allocated_gib: Omitted[float] = None
     reserved_gib: Omitted[float] = None
     context_gib: Omitted[float] = None
+    energy_kwh: Omitted[float] = None
+    cost: Omitted[float] = None
 
     def known(self) -> dict[str, float]:
         """Returns the predictions by name, without those that are None."""
@@ -421,16 +434,21 @@ class Plan:
     @property
     def predicted(self) -> Predicted:
         """The predictions of what a run measures."""
-        # Only a plan for a GPU has a context among the lines of its overhead.
-        if "context" not in self.overhead:
-            return Predicted(self.peak_gib, self.tokens_per_second)
-        workspaces = self.overhead.get("workspaces", 0.0)  # torch's allocator also serves them
-        return Predicted(
+        predicted = Predicted(
             self.peak_gib,
             self.tokens_per_second,
-            self.allocated_gib + workspaces,
-            self.reserved_gib + workspaces,
-            self.overhead["context"],
+            energy_kwh=self.energy.run if self.energy else None,
+            cost=self.cost.run if self.cost else None,
+        )
+        # Only a plan for a GPU has a context among the lines of its overhead.
+        if "context" not in self.overhead:
+            return predicted
+        workspaces = self.overhead.get("workspaces", 0.0)  # torch's allocator also serves them
+        return replace(
+            predicted,
+            allocated_gib=self.allocated_gib + workspaces,
+            reserved_gib=self.reserved_gib + workspaces,
+            context_gib=self.overhead["context"],
         )
 
 

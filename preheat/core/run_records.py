@@ -66,6 +66,7 @@ __all__ = [
     "SystemMetrics",
     "Unevaluated",
     "Unsaved",
+    "Usage",
     "event_type",
 ]
 
@@ -601,6 +602,26 @@ class MachineLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usage(Record):
+    """What a run has used so far, over all its sessions.
+
+    Attributes:
+        device_hours: hours of the sessions, each from when its model is built to its end, times their devices.
+        energy_kwh: of the devices; None if it is unknown for a part of the run.
+        energy_sources: of the sessions: nvml, rapl or data sheet, and the share of the devices that was measured.
+        cost: in `currency`; None without a price.
+        price_per_hour: of a device, in the last session.
+    """
+
+    device_hours: float
+    energy_kwh: Omitted[float] = None
+    energy_sources: Omitted[tuple[str, ...]] = None
+    cost: Omitted[float] = None
+    currency: Omitted[str] = None
+    price_per_hour: Omitted[float] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured(Event):
     """Memory and speed of a session, to compare with the plan.
 
@@ -609,6 +630,7 @@ class Measured(Event):
         tokens_per_second, seconds_per_step: of the median step.
         mfu: model FLOPs utilisation.
         spread: 10th and 90th percentile of the tokens per second.
+        usage: of the run so far.
         counters: of techniques, such as recompilations.
     """
 
@@ -622,6 +644,7 @@ class Measured(Event):
     mfu: OmittedReal = None
     spread: Omitted[tuple[Real, Real]] = None
     machine: Omitted[MachineLoad] = None
+    usage: Omitted[Usage] = None
     counters: Annotated[Mapping[str, int | float], INLINE] = field(default_factory=dict)
 
 
@@ -811,8 +834,10 @@ class SystemMetrics(Record):
     Attributes:
         time: seconds since 1970.
         step: steps committed by then.
+        usage: of the run by then.
     """
 
     time: float
     step: int
+    usage: Omitted[Usage] = None
     figures: Annotated[Mapping[str, float], INLINE] = field(default_factory=dict)

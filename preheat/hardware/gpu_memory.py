@@ -17,7 +17,15 @@ from preheat.hardware.oom import is_oom
 from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
 from preheat.sanitize import format_memory
 
-__all__ = ["CONTEXT", "OTHERS", "MemoryPeak", "limit_memory", "read_memory_peak", "other_processes_bytes"]
+__all__ = [
+    "CONTEXT",
+    "OTHERS",
+    "MemoryPeak",
+    "limit_memory",
+    "other_processes_bytes",
+    "read_memory_peak",
+    "read_uuid",
+]
 
 OTHERS = "end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
 """Advice if other processes use a GPU."""
@@ -123,6 +131,14 @@ def limit_memory(device: Device) -> None:
         _limited.remove(number)
 
 
+def read_uuid(number: int) -> str:
+    """Returns the UUID of a CUDA device as NVML writes it: NVML ignores CUDA_VISIBLE_DEVICES and numbers all GPUs."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(number)
+    return f"{'MIG' if is_slice(facts.name) else 'GPU'}-{facts.uuid}"
+
+
 def _read_driver_bytes() -> int | None:
     """Returns this process's memory on the device by NVML; None without pynvml or if NVML does not list it."""
     import torch
@@ -131,13 +147,11 @@ def _read_driver_bytes() -> int | None:
         import pynvml
     except ModuleNotFoundError:
         return None
-    # By UUID, because NVML ignores CUDA_VISIBLE_DEVICES and numbers all devices.
-    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
         pynvml.nvmlInit()
         # Initialization is reference-counted, so a shutdown does not disturb other users of NVML in this process.
         try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"{'MIG' if is_slice(facts.name) else 'GPU'}-{facts.uuid}")
+            handle = pynvml.nvmlDeviceGetHandleByUUID(read_uuid(torch.cuda.current_device()))
             usage = [
                 p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()
             ]

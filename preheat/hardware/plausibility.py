@@ -14,7 +14,7 @@ from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, find_accelerator
 from preheat.hardware.rates import MatrixRate, Rates
 
-__all__ = ["contradicted_data_sheet", "doubt_of", "doubt_without_data_sheet"]
+__all__ = ["contradicted_data_sheet", "doubt_of", "doubt_without_data_sheet", "find_data_sheet"]
 
 _LARGE = 1024
 """Least size of each dimension of a matmul whose rate is near the best one; on an H100 9 in 10 reach 0.78 of it."""
@@ -31,19 +31,24 @@ _UNSTEADY = ("bf16", "fp16", "fp32")
 """Dtypes whose large matmuls run at about one rate; those in TF32 depend on the layout."""
 
 
+def find_data_sheet(rates: Rates) -> Accelerator | None:
+    """Returns the data sheet of a calibrated GPU; None for a CPU, or if the catalogue lacks the GPU."""
+    if not rates.of_gpu:
+        return None
+    try:
+        return find_accelerator(rates.hardware)
+    except RecipeError:
+        return None
+
+
 def contradicted_data_sheet(rates: Rates) -> tuple[Accelerator, str] | None:
     """Returns the data sheet of a GPU and how its calibration contradicts it; None if it does not, or there is none.
 
     Example:
         contradicted_data_sheet(rates) -> (accelerator("H100"), "calibrated matmuls in bf16 are 11 times ...")
     """
-    if not rates.of_gpu:
-        return None
-    try:
-        sheet = find_accelerator(rates.hardware)
-    except RecipeError:
-        return None
-    if sheet.memory is None or sheet.bandwidth is None or not sheet.peaks():
+    sheet = find_data_sheet(rates)
+    if sheet is None or sheet.memory is None or sheet.bandwidth is None or not sheet.peaks():
         return None
     why = _describe_contradiction(rates, sheet) or _describe_inconsistency(rates)
     return (sheet, f"{why}; the data sheet's rates are used ({_AGAIN})") if why else None

@@ -12,12 +12,12 @@ import psutil
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["SystemMeter"]
+__all__ = ["SystemMeter", "open_nvml"]
 
 
 @contextlib.contextmanager
-def _open_nvml() -> Iterator[ModuleType | None]:
-    """NVIDIA's management library, initialized; None without a driver."""
+def open_nvml() -> Iterator[ModuleType | None]:
+    """Yields NVIDIA's management library, initialized; None without a driver."""
     import pynvml
 
     try:
@@ -58,7 +58,7 @@ class SystemMeter:
             "machine_memory_percent": psutil.virtual_memory().percent,
             "disk_free_gib": psutil.disk_usage(str(self._folder)).free / 2**30,
         }
-        with _open_nvml() as nvml:
+        with open_nvml() as nvml:
             if nvml is None:
                 return figures
             for index in range(nvml.nvmlDeviceGetCount()):

@@ -15,6 +15,7 @@ from preheat.core.plan import (
     Energy,
     Plan,
     PlanFigures,
+    Price,
     Rejection,
     RooflineFigure,
     RooflinePoint,
@@ -33,7 +34,7 @@ from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
 from preheat.sanitize import format_memory, format_percent
 
-__all__ = ["estimate_cost", "estimate_energy", "explain", "build_figures"]
+__all__ = ["add_cost", "build_figures", "estimate_cost", "estimate_energy", "explain"]
 
 
 def estimate_cost(plan: Plan, devices: int, price: float | None) -> Cost | None:
@@ -53,6 +54,13 @@ def estimate_energy(plan: Plan, devices: int) -> Energy | None:
     kilowatts = plan.watts * devices / 1000
     run = plan.seconds_total / 3600 * kilowatts if plan.seconds_total else None
     return Energy(kilowatts, kilowatts / 3600 / plan.tokens_per_second * 1e6, run)
+
+
+def add_cost(plan: Plan, devices: int, price: Price | None) -> Plan:
+    """Returns a plan with its cost, if there is a price, and its energy, if the power of its device is known."""
+    if price is not None:
+        plan = replace(plan, cost=estimate_cost(plan, devices, price.per_hour), currency=price.currency)
+    return replace(plan, energy=estimate_energy(plan, devices))
 
 
 def explain(result: SearchResult, *, devices: int, price: float | None = None) -> Plan:

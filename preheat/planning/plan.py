@@ -10,7 +10,7 @@ from preheat.core import Searchable, Stage, Tag, Technique
 from preheat.core.plan import Interval, Parameters, Plan, SpeedNow
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
-from preheat.hardware.plausibility import doubt_without_data_sheet
+from preheat.hardware.plausibility import doubt_without_data_sheet, find_data_sheet
 from preheat.hardware.rates import Present
 from preheat.models import moe
 from preheat.planning.dry_run import observe
@@ -145,6 +145,7 @@ def describe(request: Request, observation: Observation) -> Plan:
     peak = (observation.peak[observation.peak_phase] + added) / GIB
     # A limit may be below what the process already holds; at least 1 byte, because plans divide by this.
     available = max(request.device.memory - request.in_use, 1) / GIB
+    sheet = rates.device if isinstance(rates, Roofline) else find_data_sheet(rates)
     if isinstance(rates, Roofline):
         spent = rates.seconds(observation)
         seconds, (of_memory, of_speed) = spent.total, _interval_keys(observation, spent, rates)
@@ -205,7 +206,7 @@ def describe(request: Request, observation: Observation) -> Plan:
         slots=observation.slots,
         packages=tuple(list_packages(observation)),
         device=request.device,
-        watts=rates.device.watts if isinstance(rates, Roofline) else None,
+        watts=sheet.watts if sheet else None,
         contended=rates.contended,
         pace=rates.pace,
         now=None if rates.now is None else _estimate_speed_now(rates.now, observation.tokens, seconds),

@@ -27,6 +27,7 @@ from preheat.core.run_records import (
     Started,
     StepMetrics,
     Stopping,
+    Usage,
 )
 from preheat.core.slots import Change
 from preheat.report.formatting import (
@@ -111,6 +112,8 @@ class Predictions(Record):
     allocated_gib: Omitted[float] = None
     reserved_gib: Omitted[float] = None
     context_gib: Omitted[float] = None
+    energy_kwh: Omitted[float] = None
+    cost: Omitted[float] = None
 
     @classmethod
     def of(cls, plan: Plan | None) -> Predictions:
@@ -129,6 +132,8 @@ class Predictions(Record):
             allocated_gib=plan.predicted.allocated_gib,
             reserved_gib=plan.predicted.reserved_gib,
             context_gib=plan.predicted.context_gib,
+            energy_kwh=plan.predicted.energy_kwh,
+            cost=plan.predicted.cost,
         )
 
 
@@ -157,7 +162,7 @@ class Baselines(Record):
 
 @dataclass(frozen=True)
 class Differences:
-    """predicted / measured - 1 of every figure that has both."""
+    """predicted / measured - 1 of every figure that has both; of energy and cost once the run has finished."""
 
     peak_gib: float | None
     allocated_gib: float | None
@@ -166,6 +171,8 @@ class Differences:
     tokens_per_second: float | None
     seconds_per_step: float | None
     mfu: float | None
+    energy_kwh: float | None = None
+    cost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,7 @@ class RunFigures:
         setup: (label, value) of the recipe's main settings.
         expert_loads: [step, load of each layer].
         not_finite: steps whose loss or gradient was not finite.
+        usage: device-hours, energy and cost of all sessions so far; None if they are not recorded.
         memory, phases: predicted GiB at the peak by category, and the peak of each phase.
         events: those that have no section of their own.
         recipe: as text.
@@ -206,6 +214,7 @@ class RunFigures:
     summary: Summary
     predicted: Predictions
     measured: MeasuredFigures
+    usage: Usage | None
     curves: Curves
     expert_loads: Sequence[tuple[int, Sequence[float]]]
     not_finite: Sequence[int]
@@ -238,18 +247,21 @@ def collect(path: str | Path) -> RunFigures:
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
     recipe, recipe_text = run.read_raw_recipe()
     predicted, measured = Predictions.of(plan), _build_measured(events)
-    difference = _compute_differences(predicted, measured)
+    state, usage = _find_state(events, metrics, plan), run.usage()
+    # Energy and cost are predicted for the whole run.
+    difference = _compute_differences(predicted, measured, usage if state.kind == "finished" else None)
     event = next((event for event in reversed(events) if isinstance(event, Baseline)), None)
     baseline = Baselines(event.vocabulary, event.unigram, event.bigram) if event else None
     summary = _build_summary(recipe, plan, metrics, evaluations, events)
     return RunFigures(
         title=format_headline(recipe.get("name") or run.path.resolve().name),
         run=str(path),
-        state=_find_state(events, metrics, plan),
+        state=state,
         setup=_collect_setup(recipe, plan, environment),
         summary=summary,
         predicted=predicted,
         measured=measured,
+        usage=usage,
         curves=Curves(**{name: [getattr(line, name) for line in metrics] for name in Curves.__dataclass_fields__}),
         expert_loads=_collect_expert_loads(metrics),
         not_finite=[line.step for line in metrics if _is_not_finite(line)],
@@ -324,10 +336,11 @@ def _build_measured(events: Sequence[Event]) -> MeasuredFigures:
     return MeasuredFigures(**{name: getattr(event, name) for name in MeasuredFigures.__dataclass_fields__})
 
 
-def _compute_differences(predicted: Predictions, measured: MeasuredFigures) -> Differences:
+def _compute_differences(predicted: Predictions, measured: MeasuredFigures, usage: Usage | None) -> Differences:
+    figures = {**vars(measured), **(vars(usage) if usage else {})}
     return Differences(
         **{
-            name: relative_error(getattr(predicted, name), getattr(measured, name))
+            name: relative_error(getattr(predicted, name), figures.get(name))
             for name in Differences.__dataclass_fields__
         }
     )

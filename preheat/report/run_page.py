@@ -51,6 +51,7 @@ from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_c
 from preheat.report.profile_page import write_profile
 from preheat.report.report_data import RunFigures, collect
 from preheat.run.layout import MARK
+from preheat.sanitize import format_three_digits
 
 __all__ = ["render", "write"]
 
@@ -177,8 +178,41 @@ def _render_tiles(figures: RunFigures) -> str:
             format_against(predicted.mfu, off.mfu, format_percent),
         ),
         ("Parameters", count(parameters.total) if parameters else MISSING, ", ".join(shares)),
+        *_build_usage_tiles(figures),
     )
     return page.tiles(entries)
+
+
+def _build_usage_tiles(figures: RunFigures) -> list[tuple[str, str, str]]:
+    """Returns the tiles of a run's energy and cost, as far as they are known."""
+    usage, predicted, off = figures.usage, figures.predicted, figures.difference
+    if usage is None:
+        return []
+    tiles = []
+    for label, unit, value, how, guess, difference in (
+        (
+            "Energy",
+            "kWh",
+            usage.energy_kwh,
+            f"by {', '.join(usage.energy_sources or ())}",
+            predicted.energy_kwh,
+            off.energy_kwh,
+        ),
+        ("Cost", usage.currency, usage.cost, _format_hours(usage.device_hours), predicted.cost, off.cost),
+    ):
+        if (amount := read_number(value)) is None:
+            continue
+        expected = "no prediction"
+        if (planned := read_number(guess)) is not None:
+            # Without a difference the run is not at its end, which is predicted.
+            whole = "for the whole run" if difference is None else f"({format_signed_percent(difference)})"
+            expected = f"predicted {format_three_digits(planned)} {unit} {whole}"
+        tiles.append((label, f"{format_three_digits(amount)} {unit}", f"{how}; {expected}"))
+    return tiles
+
+
+def _format_hours(hours: float) -> str:
+    return f"{format_three_digits(hours)} device-hours"
 
 
 def _render_memory(figures: RunFigures) -> str:

@@ -8,7 +8,8 @@ environment.json  `Environment`: machine, versions, threads, command
 changes.json      technique -> the `core.slots.Change`s that it made
 data.json         `DataRecord`: source, layout and counts of the data
 metrics.jsonl     one line per step (`StepMetrics`) and one per evaluation (`EvaluationMetrics`)
-system.jsonl      one line per 10 s (`SystemMetrics`): what the process, its machine and its GPUs use
+system.jsonl      one line per 10 s (`SystemMetrics`): what the process, its machine and its GPUs use, and the `Usage`
+                  of the run so far; the last line of a session has its end
 before.json       `StoredResults`: the evaluation before the first step, row by row
 evaluation.json   `Evaluation`: the newest evaluation
 events.jsonl      one line per `Event`

@@ -26,6 +26,7 @@ from preheat.core.run_records import (
     StepMetrics,
     StoredResults,
     SystemMetrics,
+    Usage,
     event_type,
 )
 from preheat.core.slots import Change
@@ -128,7 +129,7 @@ def read_system(line: bytes) -> SystemMetrics:
         ValueError: it is damaged.
     """
     values = _parse_object(parse_json(line))
-    common = {key: values.pop(key) for key in ("time", "step") if key in values}
+    common = {key: values.pop(key) for key in ("time", "step", "usage") if key in values}
     return read_record(SystemMetrics, common | {"figures": {k: v for k, v in values.items() if _is_number(v)}})
 
 
@@ -415,6 +416,13 @@ class Reader:
         """Returns the measurements of the last session; empty during the first one."""
         events = self.events(Measured)
         return events[-1] if events else Measured()
+
+    def usage(self) -> Usage | None:
+        """Returns what the run has used so far, over all sessions; None if that is not recorded."""
+        usage = None
+        for line in self._read_lines("system.jsonl", read_system):
+            usage = line.usage or usage
+        return usage
 
     def finished(self) -> Finished | None:
         """Returns the event that ended the run, or None if it has not ended or was resumed since."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from preheat.core.run_records import EvaluationMetrics, Event, StepMetrics, SystemMetrics
+from preheat.core.run_records import EvaluationMetrics, Event, StepMetrics, SystemMetrics, Usage
 from preheat.errors import RunError
 from preheat.files import lock_file, to_json, write_atomic
 from preheat.run.layout import MARK, Mark, abbreviate, read_mark
@@ -248,9 +248,9 @@ class Writer:
     def write_metric(self, line: StepMetrics | EvaluationMetrics) -> None:
         self._append("metrics.jsonl", line)
 
-    def write_system(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes what the machine uses at present."""
-        self._append("system.jsonl", SystemMetrics(time=time.time(), step=step, figures=figures))
+    def write_system(self, step: int, figures: Mapping[str, float], usage: Usage) -> None:
+        """Writes what the machine uses at present, and what the run has used so far."""
+        self._append("system.jsonl", SystemMetrics(time=time.time(), step=step, usage=usage, figures=figures))
 
     def write_event(self, event: Event) -> None:
         """Writes an event with the present time."""

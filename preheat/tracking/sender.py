@@ -111,7 +111,8 @@ def _collect_evaluation(line: EvaluationMetrics) -> dict[str, float]:
 
 
 def _collect_figures(event: Event) -> dict[str, float]:
-    figures = finite_numbers(to_plain_data(event))
+    values = to_plain_data(event)
+    figures = finite_numbers({**values, **values.get("usage", {})})
     figures.pop("time", None)
     return figures
 
@@ -225,7 +226,8 @@ class Sender:
             self._sent.evaluated = line.step
 
     def _send_system(self, line: SystemMetrics) -> None:
-        self.tracker.metrics(line.step, {f"system/{name}": value for name, value in line.figures.items()})
+        figures = {**line.figures, **finite_numbers(to_plain_data(line.usage) if line.usage else {})}
+        self.tracker.metrics(line.step, {f"system/{name}": value for name, value in figures.items()})
 
     def _send_event(self, event: Event) -> None:
         if isinstance(event, Measured | Baseline | Finished):

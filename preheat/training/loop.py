@@ -48,9 +48,11 @@ from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.system_monitor import SystemMonitor
 from preheat.training.throughput import ThroughputMeter
+from preheat.training.usage import UsageMeter, open_usage_meter
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
+    from preheat.core.plan import Price
     from preheat.hardware.rates import Rates
     from preheat.training.profiler import StepProfiler
 
@@ -68,6 +70,7 @@ def train(
     rates: Rates | None = None,
     trust_remote_code: bool = False,
     profile: int | None = None,
+    price: Price | None = None,
 ) -> JsonObject:
     """Trains a recipe into a run folder.
 
@@ -81,10 +84,12 @@ def train(
         trust_remote_code: run Python code from the model's folder; `model.trust_remote_code` alone never does.
         profile: number of steps to profile, after a few to warm up: where their time goes, beside the plan. The folder
             `profile` of the run gets a trace of torch's profiler and our figures.
+        price: of a device-hour (`preheat.core.plan.Price`): adds the cost; by default that of the run's last session.
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second},
-        stopped, reason}; on a GPU also the parts of its memory (`preheat.run.layout.MEMORY_KEYS`); scores: {name:
+        stopped, reason}; the keys of `preheat.core.run_records.Usage`: device-hours, energy and cost; on a GPU also the
+        parts of its memory (`preheat.run.layout.MEMORY_KEYS`); scores: {name:
         value} of the last evaluation, if the objective has metrics (e.g. accuracy); best: {step, value, name}, if the
         recipe keeps the best checkpoint or stops early; target: {loss, steps, tokens, seconds}, once
         `stop.target_loss` is reached; skipped_steps: with fp16 loss scaling (all of them skipped is an error).
@@ -103,7 +108,7 @@ def train(
         raise RunError("training runs on Linux and macOS; on Windows, train in WSL 2 (plans and reports work here)")
     with remote_code.trust_remote_code(trust_remote_code):
         seen_by = watch or (Logged() if progress else Watch())
-        return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile)
+        return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile, price=price)
 
 
 def _train(
@@ -115,19 +120,22 @@ def _train(
     watch: Watch,
     rates: Rates | None,
     profile: int | None,
+    price: Price | None,
 ) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
     # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
     folder = Path(out or Path("runs") / recipe.name)
-    session = open_session(recipe, folder, resume=resume, watch=watch, force=force, rates=rates, profile=profile)
+    session = open_session(
+        recipe, folder, resume=resume, watch=watch, force=force, rates=rates, profile=profile, price=price
+    )
     if isinstance(session, Finished):
         return session.summary
     # The watchdog reports before torch's own timeout, which aborts the process without saying where the others are.
     watchdog = HangWatchdog(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
-    loop = _Loop(session, watch, watchdog, profile)
-    lead = session.ranks.lead
-    monitor = SystemMonitor(session.writer, lambda: session.progress.step) if lead else None
-    followers = Followers(session.writer.path, recipe.tracking, watch.notice) if lead else None
+    usage = open_usage_meter(session) if session.ranks.lead else None
+    loop = _Loop(session, watch, watchdog, profile, usage)
+    monitor = SystemMonitor(session.writer, lambda: session.progress.step, usage) if usage else None
+    followers = Followers(session.writer.path, recipe.tracking, watch.notice) if session.ranks.lead else None
     try:
         summary = loop.run()
     except BaseException as error:
@@ -191,8 +199,15 @@ def _has_died_again(events: list[run_records.Event], step: int) -> bool:
 class _Loop:
     """The state of the training loop within one session."""
 
-    def __init__(self, session: Session, watch: Watch, watchdog: HangWatchdog, profile: int | None = None):
-        self.session, self.watch, self.watchdog = session, watch, watchdog
+    def __init__(
+        self,
+        session: Session,
+        watch: Watch,
+        watchdog: HangWatchdog,
+        profile: int | None = None,
+        usage: UsageMeter | None = None,
+    ):
+        self.session, self.watch, self.watchdog, self.usage = session, watch, watchdog, usage
         self.profiler: StepProfiler | None = None
         if profile is not None:
             # Its import takes time, and runs that are not profiled do without it.
@@ -723,6 +738,8 @@ class _Loop:
         validation = self.evaluated[1].loss if complete and self.evaluated is not None else math.nan
         # Measured before the samples: the predicted peak covers training and evaluation only.
         measured = self.meter.measured(self._drain_events())
+        if self.usage is not None:
+            measured = replace(measured, usage=self.usage.read())
         if self.meter.speeds:  # a session without a step has no measurements to compare with the plan
             self.writer.write_event(measured)
         # `finished` is the last event of a complete run: launchers read it to decide against another restart.
@@ -751,6 +768,7 @@ class _Loop:
             "validation_loss": validation,
             "tokens_per_second": figures.get("tokens_per_second"),
             **{key: figures[key] for key in (*MEMORY_KEYS, "machine") if key in figures},
+            **(to_plain_data(self.usage.close()) if self.usage is not None else {}),
             "predicted": plan.predicted.known(),
             "stopped": self.stopped,
         }

@@ -198,6 +198,7 @@ def read_finished_summary(run: Reader, looked: Looked, recipe: Recipe, total: in
     if end.steps != progress.step or not done:
         return None
     measured, plan, page = to_plain_data(run.measured()), run.plan, run.path / "report.html"
+    usage = run.usage()
     summary = {
         "run": str(run.path),
         "steps": progress.step,
@@ -206,6 +207,7 @@ def read_finished_summary(run: Reader, looked: Looked, recipe: Recipe, total: in
         "validation_loss": to_plain_data(end.validation_loss),
         "tokens_per_second": measured.get("tokens_per_second"),
         **{key: measured.get(key) for key in MEMORY_KEYS if key == "peak_gib" or key in measured},
+        **(to_plain_data(usage) if usage else {}),
         "predicted": plan.predicted.known() if plan else {"peak_gib": None, "tokens_per_second": None},
         "stopped": None,
         "reason": end.reason,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
-from preheat.core.plan import Plan
+from preheat.core.plan import Plan, Price
 from preheat.core.run_records import Event, Resumed, Started
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
@@ -31,6 +31,7 @@ from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.inference.text_generation import load_chat_template
 from preheat.model_folder import count_embedding_rows
 from preheat.models import configs, hf, presets
+from preheat.planning.explain import add_cost
 from preheat.planning.image_counts import add_image_counts
 from preheat.planning.plan import count_steps, plan, resolve_auto
 from preheat.planning.plan_request import choose_run_rates, count_rows, data_of, read_bytes_in_use
@@ -107,6 +108,8 @@ class Session:
     """Resident bytes of the process before the build."""
     claimed: int
     """Bytes allocated by the process before the build, touched or not."""
+    price: Price | None = None
+    """Of a device-hour; on rank 0 only."""
     build: Build = field(init=False)
     saving: Saving = field(init=False)
     progress: checkpoint.Progress = field(init=False)
@@ -230,6 +233,7 @@ def open_session(
     force: bool = False,
     rates: Rates | None = None,
     profile: int | None = None,
+    price: Price | None = None,
 ) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
@@ -237,6 +241,7 @@ def open_session(
         force: train even if the plan says that it does not fit.
         rates: measured rates to plan with; by default those of this machine, measured if there are none.
         profile: number of steps to profile, for which the run must be long enough.
+        price: of a device-hour; by default that of the run's last session.
 
     Returns:
         `Finished` if the run to resume has ended already.
@@ -252,7 +257,17 @@ def open_session(
     # 2. Rank 0 reads, benchmarks and plans; the others wait for its decisions and read the cached data afterwards.
     if ranks.lead:
         prepared = _prepare(
-            recipe, out, ranks, device, threads, rates, resume=resume, watch=watch, force=force, profile=profile
+            recipe,
+            out,
+            ranks,
+            device,
+            threads,
+            rates,
+            resume=resume,
+            watch=watch,
+            force=force,
+            profile=profile,
+            price=price,
         )
         if isinstance(prepared, Finished):
             ranks.publish("prepared", {"finished": prepared.summary})
@@ -301,6 +316,7 @@ def open_session(
             scan=ready.scan if ready else None,
             imports=imports,
             claimed=claimed,
+            price=ready.price if ready else None,
         )
         if device.kind == "cpu" and (why := install_heap()):
             watch.notice(
@@ -356,6 +372,7 @@ class _Ready:
     expected: Plan
     scan: Looked | None
     events: list[Event]
+    price: Price | None
 
 
 def read_data(
@@ -415,6 +432,7 @@ def _prepare(
     watch: Watch,
     force: bool,
     profile: int | None,
+    price: Price | None,
 ) -> _Ready | Finished:
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
@@ -423,6 +441,7 @@ def _prepare(
     looked: Looked | None = None
     events: list[Event] = []
     run = Reader(out) if resume else None
+    price = _choose_price(price, run)
     changed = run is not None and compare(recipe, run.recipe_text)
     if run is not None:
         looked = checkpoint.find(out / "checkpoints", run=run.id)
@@ -472,7 +491,7 @@ def _prepare(
         request = replace(request, recipe=built)
         for line in run.find_damage():
             watch.notice(line)
-    expected = plan(request)
+    expected = add_cost(plan(request), ranks.world, price)
     watch.planned(expected)
     if not expected.fits and not force:
         hint = (
@@ -480,7 +499,24 @@ def _prepare(
             or "use smaller micro-batches or techniques that save memory (preheat techniques lists them)"
         )
         raise DoesNotFit(f"{describe_shortfall(expected)}; {hint}, or train all the same with --force")
-    return _Ready(data, probes, samples, resolved, request, expected, looked, events)
+    return _Ready(data, probes, samples, resolved, request, expected, looked, events, price)
+
+
+def _choose_price(price: Price | None, run: Reader | None) -> Price | None:
+    """Returns the price of a session: the given one, else that of the run's last session.
+
+    Raises:
+        RecipeError: it has another currency than the run's earlier sessions.
+    """
+    usage = run.usage() if run is not None else None
+    if usage is None or usage.currency is None or usage.price_per_hour is None:
+        return price
+    if price is not None and price.currency != usage.currency:
+        raise RecipeError(
+            f"--price {price.per_hour:g}{price.currency}/h: the earlier sessions of the run are priced in "
+            f"{usage.currency}; give the price in {usage.currency}"
+        )
+    return price or Price(usage.price_per_hour, usage.currency)
 
 
 def _require_steps(profile: int, left: int) -> None:

@@ -291,6 +291,47 @@ def test_a_copied_run_goes_on(command: Command) -> None:
     assert max(losses(command.folder / "copy")) == 8
 
 
+class Rapl:
+    """Half a kWh in each session."""
+
+    source, measured = "rapl", True
+
+    def read_joules(self) -> float:
+        return 1.8e6
+
+
+def test_a_run_sums_what_its_sessions_used_at_the_price_it_was_given(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("preheat.training.usage.count_cpu_energy", Rapl)
+    train = ("train", "r.yaml", "--out", "paid/run")
+    first = command.here.json(*train, "--price", "7.3USD/h", "--set", "stop.max_steps=2")
+    assert (first["currency"], first["price_per_hour"]) == ("USD", 7.3)
+    assert first["cost"] == pytest.approx(7.3 * first["device_hours"])
+    seconds = Reader(command.folder / "paid/run").metrics()[-1].elapsed
+    assert seconds is not None
+    assert seconds < 3600 * first["device_hours"] < 300
+    assert first["predicted"]["cost"] > 0
+    # The price of the first session stays.
+    out, _ = command.here(*train, "--resume", "--set", "stop.max_steps=4")
+    assert "cost, USD" in out
+    assert re.search(r"energy, kWh \(rapl\) +- +1 ", out)
+    usage = Reader(command.folder / "paid/run").usage()
+    assert usage is not None
+    assert usage.cost == pytest.approx(7.3 * usage.device_hours)
+    assert usage.device_hours > first["device_hours"]
+    error = command.here(*train, "--resume", "--set", "stop.max_steps=6", "--price", "1EUR/h", code=2)[1]
+    assert "--price 1EUR/h: the earlier sessions of the run are priced in USD" in error
+    command.here(*train, "--resume", "--set", "stop.max_steps=6", "--price", "73USD/h")
+    last = Reader(command.folder / "paid/run").usage()
+    assert last is not None
+    assert last.cost is not None
+    assert last.cost - usage.cost == pytest.approx(73 * (last.device_hours - usage.device_hours))
+    (total,) = command.here.json("report", "paid")["usage"]
+    assert (total["total"]["cost"], total["total"]["energy_kwh"]) == ({"USD": last.cost}, 1.5)
+    assert json.loads((command.folder / "paid/run/report.json").read_text())["usage"]["cost"] == last.cost
+
+
 # A run that has finished
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -37,7 +39,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Command:
     (folder / "r.yaml").write_text(TRACKED)
     command = Command(folder, cache)
     command.environment |= {"HOME": str(folder), "WANDB_MODE": "offline"}
-    command("train", "r.yaml", "--set", "stop.max_steps=5")
+    command("train", "r.yaml", "--set", "stop.max_steps=5", "--price", "2USD/h")
     command("train", "r.yaml", "--resume")
     return command
 
@@ -64,6 +66,11 @@ def test_a_tracker_has_each_metric_parameter_and_prediction_after_a_resume(track
         assert series[f"plan/{key}"][8] == pytest.approx(value, rel=1e-6)
     (measured,) = list(series["measured/peak_gib"].values())[-1:]
     assert measured == pytest.approx(run.measured().peak_gib, rel=1e-6)
+    usage = run.measured().usage
+    assert usage is not None
+    assert usage.cost is not None
+    (cost,) = list(series["measured/cost"].values())[-1:]
+    assert cost == pytest.approx(usage.cost, rel=1e-6)
     assert float(parameters["batch.size"]) == 4
     assert parameters["data.source"].endswith("text")
 
@@ -110,6 +117,35 @@ def test_a_tracker_that_fails_or_hangs_changes_no_loss(preheat: Command) -> None
     # What failed is sent later, by a tracker that works, and the run has the trackers in its recipe.
     sent = preheat.here.json("track", "tracked", "--to", "tensorboard")["sent"]
     assert [(row["tracker"], row["step"]) for row in sent] == [("tensorboard", 12)]
+
+
+@pytest.mark.skipif(
+    shutil.which("mount") is None or os.geteuid() != 0, reason="a disk that fills up needs root and mount"
+)
+def test_a_full_disk_of_tensorboard_changes_no_loss_and_the_rest_is_sent_later(preheat: Command) -> None:
+    disk = preheat.folder / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=8k none {disk} 2>/dev/null") != 0:
+        pytest.skip("this container may not mount")
+    try:
+        preheat("train", "r.yaml", "--out", "alone")
+        tracked = ("--track", "tensorboard", "--set", "tracking.folder=disk")
+        printed = "".join(preheat("train", "r.yaml", "--out", "run", *tracked))
+        assert "tracking: tensorboard ended: OSError: [Errno 28] No space left on device" in printed
+        assert losses(preheat.folder / "run") == losses(preheat.folder / "alone")
+        assert Reader(preheat.folder / "run").finished() is not None
+        assert os.system(f"mount -o remount,size=4m {disk}") == 0
+        assert preheat.here.json("track", "run", "--to", "tensorboard")["sent"][0]["step"] == 12
+        code = (
+            "import json, sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
+            "events = EventAccumulator(sys.argv[1]); events.Reload()\n"
+            "print(json.dumps({e.step: e.value for e in events.Scalars('train/loss')}))"
+        )
+        command = [sys.executable, "-W", "ignore", "-c", code, str(disk / "tensorboard/run")]
+        found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        assert {int(step): loss for step, loss in found.items()} == pytest.approx(losses(preheat.folder / "run"))
+    finally:
+        os.system(f"umount {disk}")
 
 
 @pytest.mark.parametrize(

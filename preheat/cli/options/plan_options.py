@@ -5,23 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
+
+from preheat.core.plan import Price
 
 if TYPE_CHECKING:
     from preheat.core import Numerics
     from preheat.hardware.catalogue import Accelerator
 
-__all__ = ["Aim", "Method", "PlanOptions", "Price", "TrainingPlanOptions", "parse_price"]
+__all__ = ["Aim", "Method", "PlanOptions", "TrainingPlanOptions", "parse_price"]
 
 Method = Literal["full", "lora", "qlora"]
 Aim = Literal["fastest", "cheapest", "largest-batch", "longest-context", "closest"]
-
-
-class Price(NamedTuple):
-    """The price of a device-hour, in a currency."""
-
-    per_hour: float
-    currency: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from preheat.hardware.cpu_allocator import release_unused
 from preheat.hardware.oom import is_oom, memory_limit, parse_requested_bytes, read_reserved_bytes
 from preheat.hardware.probe import reset_peak
 from preheat.ops.distributed.dtensor_utils import local
+from preheat.planning.explain import add_cost
 from preheat.planning.fallback_ladder import PlannedFallback
 from preheat.recipe import Recipe
 from preheat.training.hang_watchdog import HangWatchdog
@@ -195,7 +196,7 @@ class Recovery:
         )
         # Synchronous checkpoints need no dry run, so they have no plan.
         if isinstance(rung, PlannedFallback):
-            session.plan = rung.plan
+            session.plan = add_cost(rung.plan, session.ranks.world, session.price)
             session.writer.write_json("plan.json", session.plan)
         # The fallback changes the model: build again and load the checkpoint that was saved for it.
         if not session.assembled:

@@ -68,6 +68,7 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "resumed", "step": 4},
     {"kind": "measured", "peak_gib": 0.5, "allocated_gib": 0.25, "tokens_per_second": 9.5, "seconds_per_step": 0.5, "mfu": None,
      "spread": [9.0, 9.75], "machine": {"seconds": 9.5, "own_cores": 1.5, "other_cores": None, "cpus": 2, "threads": 2, "alone": None},
+     "usage": {"device_hours": 2.5, "energy_kwh": 1.5, "energy_sources": ["nvml"], "cost": 5.0, "currency": "EUR", "price_per_hour": 2.0},
      "recompilations": 3},
     {"kind": "baseline", "vocabulary": 4096, "unigram": 6.5, "bigram": 4.25},
     {"kind": "sample", "step": 6, "prompt": [{"role": "user", "content": "Hi"}], "text": "Ho", "ended": "stop", "expected": "Ha"},

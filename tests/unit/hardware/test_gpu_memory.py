@@ -190,7 +190,7 @@ def test_predictions_of_the_same_figures() -> None:
     on_gpu = values_of(25.0, 80.0, allocated_gib=20.0, reserved_gib=24.0, overhead={"context": 0.5, "workspaces": 0.25})
     predicted = plan_of(on_gpu).predicted
     sizes = {"peak_gib": 25.0, "allocated_gib": 20.25, "reserved_gib": 24.25, "context_gib": 0.5}
-    assert vars(predicted) == {**sizes, "tokens_per_second": on_gpu["tokens_per_second"]}
+    assert predicted.known() == {**sizes, "tokens_per_second": on_gpu["tokens_per_second"]}
     on_cpu = plan_of(values_of(2.0, 8.0, allocated_gib=1.0, overhead={"process": 0.1})).predicted
     assert (on_cpu.peak_gib, on_cpu.allocated_gib, on_cpu.context_gib) == (2.0, None, None)
     unknown = dict.fromkeys(("tokens_per_second", "seconds_per_step", "mfu"))

@@ -149,7 +149,7 @@ def test_a_product_is_limited_by_flops_or_by_bytes() -> None:
 
     def seconds(n: int, k: int, m: int) -> float:
         moved = {"bytes_read": 2 * (n * k + k * m), "bytes_written": 2 * n * m}
-        return h100._product(kernel("mm", flops=2 * n * k * m, shapes=((n, k), (k, m)), **moved))
+        return h100._time_matmul(kernel("mm", flops=2 * n * k * m, shapes=((n, k), (k, m)), **moved))
 
     large, narrow = seconds(8192, 8192, 8448), seconds(8192, 16, 8448)
     assert 2 * 8192 * 8192 * 8448 / large == pytest.approx(
@@ -361,7 +361,7 @@ def calibrated(gpu: Roofline, seconds: Callable[[float, float], float]) -> Rates
     def matmul(dtype: str, layout: Any, n: int, k: int, m: int) -> MatrixRate:
         flops, size = 2 * n * k * m, 2 if dtype == "bf16" else 4
         moved = {"bytes_read": size * (n * k + k * m), "bytes_written": size * n * m}
-        true = gpu._product(kernel("mm", dtype=dtype, flops=flops, shapes=((n, k), (k, m)), **moved))
+        true = gpu._time_matmul(kernel("mm", dtype=dtype, flops=flops, shapes=((n, k), (k, m)), **moved))
         part = order.index((dtype, layout, n, k, m)) / len(order)
         return MatrixRate(dtype, layout, n, k, m, flops / seconds(true, part))
 
@@ -409,7 +409,9 @@ def test_a_calibration_that_cannot_be_true_gives_way_to_the_data_sheet(
         assert planned.doubt is not None
         assert why in planned.doubt
         assert planned.doubt in list_warnings(planned)
+    assert planned.watts == 700
     unknown = describe(replace(request, rates=replace(rates, hardware="a new card")), seen)
+    assert unknown.watts is None
     if alone is None:
         assert unknown.doubt is None
     else:

@@ -184,7 +184,8 @@ def run_files(path: Path) -> dict[str, Any]:
         "evaluations": [{"step": n, "validation_loss": 3.0, "forgetting_loss": 2.0, "tasks": {"t": {"accuracy": 0.5}}} for n in (0, 3)],
         "events": [{"kind": "started"}, {"kind": "baseline", "vocabulary": 9, "unigram": 3.0}, {"kind": "fallback", "step": 1, "set": ["batch.size=1"], "changed": ["t"], "cause": "w", "was_gib": 1.0, "peak_gib": 0.5},
                    {"kind": "sample", "prompt": "p", "text": "t"}, {"kind": "sample", "step": 0, "prompt": [{"role": "user", "content": "hi"}], "text": "u"},
-                   {"kind": "measured", **SMALL, "spread": [1, 2]}, {"kind": "checkpoint", "step": 3, "seconds": 0.5}, {"kind": "finished", "steps": 3, "loss": 1.0}],
+                   {"kind": "measured", **SMALL, "spread": [1, 2], "usage": {"device_hours": 2.0}}, {"kind": "checkpoint", "step": 3, "seconds": 0.5}, {"kind": "finished", "steps": 3, "loss": 1.0}],
+        "system": [{"step": n, "time": n, "cpu_percent": 1.0, "usage": {"device_hours": n, "energy_kwh": n / 2, "energy_sources": ["nvml"], "cost": 2.0 * n, "currency": "EUR", "price_per_hour": 2.0}} for n in (1, 2)],
     }  # fmt: skip
     writer.close()
     return documents
@@ -223,6 +224,7 @@ def damaged(path: Path, seed: int, chance: float = 0.12) -> None:
     for file, key, names in (
         ("events.jsonl", "kind", ("events",)),
         ("metrics.jsonl", "step", ("metrics", "evaluations")),
+        ("system.jsonl", "step", ("system",)),
     ):
         lines = []
         for name in names:

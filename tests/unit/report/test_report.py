@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from preheat.core import MachineUse
+from preheat.core.plan import Cost, Energy
 from preheat.core.run_records import (
     Baseline,
     Estimate,
@@ -26,10 +27,12 @@ from preheat.core.run_records import (
     Started,
     StepMetrics,
     Stopping,
+    Usage,
 )
 from preheat.errors import RunError
 from preheat.files import to_plain_data
 from preheat.report import formatting, svg, write
+from preheat.report.usage import sum_usage
 from preheat.run.reader import Reader
 from preheat.run.writer import Writer
 from tests.unit.plans import values_of
@@ -536,6 +539,88 @@ def test_the_command_prints_the_path_or_one_json_object(tmp_path):
     assert found == {
         "reports": [{"run": str(one), "report": str(one / "report.html"), "data": str(one / "report.json")}]
     }
+
+
+def write_usage(run: Path, *usages: Usage) -> None:
+    writer = Writer(run, resume=True)
+    for usage in usages:
+        writer.write_system(60, {}, usage)
+    writer.close()
+
+
+def test_energy_and_cost_stand_beside_their_predictions(tmp_path):
+    run = run_folder(tmp_path / "run")
+    energy, cost = Energy(0.7, 0.1, 3.0), Cost(2.0, 0.1, 9.0)
+    (run / "plan.json").write_text(json.dumps({**PLAN, "energy": vars(energy), "cost": vars(cost)}))
+    priced = Usage(
+        device_hours=5.0, energy_kwh=2.5, energy_sources=("nvml",), cost=10.0, currency="EUR", price_per_hour=2
+    )
+    write_usage(run, Usage(device_hours=1.0), priced)
+    page, figures = write(run).read_text(), json.loads((run / "report.json").read_text())
+    assert figures["usage"] == to_plain_data(priced)
+    assert figures["difference"]["energy_kwh"] == pytest.approx(0.2)
+    assert figures["difference"]["cost"] == pytest.approx(-0.1)
+    for text in (
+        "2.5 kWh",
+        "by nvml; predicted 3 kWh (+20\u00a0%)",
+        "10 EUR",
+        "5 device-hours; predicted 9 EUR (−10\u00a0%)",
+    ):
+        assert text in page
+    # Of a run that goes on, only a part of the prediction has been used.
+    writer = Writer(run, resume=True)
+    writer.write_event(Resumed(step=60))
+    writer.close()
+    assert "predicted 9 EUR for the whole run" in write(run).read_text()
+
+
+def test_a_folder_of_runs_is_summed_over_what_is_known(tmp_path):
+    import typer
+    from typer.testing import CliRunner
+
+    from preheat.cli.report import report
+
+    app = typer.Typer()
+    app.command()(report)
+    for name, usages in {
+        "a": [
+            Usage(
+                device_hours=8.0,
+                energy_kwh=4.0,
+                energy_sources=("nvml",),
+                cost=16.0,
+                currency="USD",
+                price_per_hour=2.0,
+            )
+        ],
+        "deep/b": [Usage(device_hours=1.0, energy_kwh=0.5, energy_sources=("data sheet",), cost=3.0, currency="EUR")],
+        "c": [Usage(device_hours=0.5)],
+        "old": [],
+    }.items():
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_usage(run_folder(tmp_path / "runs" / name, steps=1), *usages)
+    (tmp_path / "runs/recipe").mkdir()
+    (tmp_path / "runs/recipe/recipe.yaml").write_text("name: no run\n")
+    found = CliRunner().invoke(app, [str(tmp_path / "runs"), "--carbon", "400", "--json"])
+    (usage,) = json.loads(found.stdout)["usage"]
+    assert [Path(run["run"]).name for run in usage["runs"]] == ["a", "c", "b", "old"]
+    assert [run["co2_kg"] for run in usage["runs"]] == pytest.approx([1.6, None, 0.2, None])
+    assert usage["runs"][0]["device"] == "Some CPU"
+    assert usage["total"] == {
+        "runs": 4,
+        "device_hours": 9.5,
+        "energy_kwh": 4.5,
+        "cost": {"USD": 16.0, "EUR": 3.0},
+        "co2_kg": pytest.approx(1.8),
+        "without_hours": 1,
+        "without_energy": 2,
+        "without_cost": 2,
+    }
+    printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(tmp_path / "runs")]).stdout
+    assert re.search(r"4 runs +9\.5 +4\.5 +16 USD, 3 EUR", printed)
+    assert "2 of 4 runs: energy is unknown, and not in the sum" in printed
+    with pytest.raises(RunError, match=r"is not a run .*, and holds none"):
+        sum_usage(tmp_path / "runs/recipe/none")
 
 
 def test_the_load_of_experts_is_shaded_by_layer_over_the_steps(tmp_path):
