@@ -129,7 +129,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
         # The parent opens the socket and rank 0 inherits it, so no other process can take the port in between.
         port = listening.getsockname()[1]
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
+        command = [sys.executable, "-c", "from preheat.hardware.nettest import _run_child; _run_child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
         started: list[subprocess.Popen[str]] = []
         # Files instead of pipes: nobody reads them until the end, and a full pipe would block a rank.

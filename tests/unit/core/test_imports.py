@@ -1,6 +1,7 @@
 """The house stands as DESIGN says: imports run one way, the front door is light."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -215,6 +216,19 @@ def test_planning_and_the_loop_name_no_technique() -> None:
     places = [*(HOUSE / "planning").rglob("*.py"), HOUSE / "training" / "loop.py"]
     found = {module_of(path): hits for path in places if (hits := named(path.read_text(encoding="utf-8")) & techniques)}
     assert not found
+
+
+def test_programs_for_child_processes_import_names_that_exist() -> None:
+    programs = {
+        node.value
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("from preheat")
+    }
+    imported = {name for program in programs for name in imports(program, "")}
+    assert "preheat.hardware.nettest._run_child" in imported
+    for name in imported:
+        assert pkgutil.resolve_name(name)
 
 
 class TypeOnlyNames(ast.NodeVisitor):
