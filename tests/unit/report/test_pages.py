@@ -46,7 +46,7 @@ SMALL = {"peak_gib": 0.02, "tokens_per_second": 4000.0}
 
 def bench_row(name: str) -> dict[str, Any]:
     return {"name": name, "techniques": ["lora"], "failed": "", "fits": True, "mfu": 0.1, "changes": {"lora": ["c"]}, "predicted": SMALL, **SMALL, "speeds": [1.0, 2.0], "spread": [1.0, 2.0], "ratio": 1.0, "ratio_spread": [1.0, 1.0],
-            "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None, "notices": ["n"]}  # fmt: skip
+            "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None, "notices": ["n"], "finding": "f"}  # fmt: skip
 
 
 SIDE = {"loss": 4.3, "perplexity": 75.8, "perplexity_interval": [None, None], "rows": 1, "bytes": 5000, "tokens": 9, "prompt_tokens": 7, "first_token_seconds": 0.1, "decode_tokens_per_second": 10.0, "decode_interval": [9.0, 11.0]}  # fmt: skip
