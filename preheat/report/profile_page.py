@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core.operator_kinds import OperatorKind
-from preheat.core.step_profile import Part, StepProfile
+from preheat.core.step_profile import Part, PhasePeak, StepProfile
 from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, write_atomic
 from preheat.report import page
@@ -66,6 +66,12 @@ def _page(profile: StepProfile, name: str) -> str:
         ("kinds", "By kind of operator", _parts("profile-kinds", kinds, "kind", _kinds_note(profile))),
         ("operators", "The costliest operators", _operators(profile)),
         ("transfers", "Copies between host and GPU", _transfers(profile)),
+        ("memory", "Memory by phase", _peaks(profile.memory, "memory.pickle", "the steps before the profiled ones")),
+        (
+            "out-of-memory",
+            "Memory by phase until the step ran out of memory",
+            _peaks(profile.out_of_memory, "out-of-memory.pickle", "the step that failed"),
+        ),
         ("basis", "How it was measured", _basis(profile)),
     )
     more = bullets(escape(finding.text) for finding in profile.findings[1:]) if profile.findings[1:] else ""
@@ -214,6 +220,24 @@ def _transfers(profile: StepProfile) -> str:
         for row in profile.transfers
     )
     return page.table(("direction", "copies", "size", "a step"), rows)
+
+
+def _peaks(peaks: Sequence[PhasePeak], snapshot: str, steps: str) -> str:
+    if not peaks:
+        return ""
+    rows = (
+        page.row(
+            cell(escape(peak.phase)),
+            number_cell(format_gib(peak.gib)),
+            number_cell(_UNPLANNED if peak.planned_gib is None else format_gib(peak.planned_gib)),
+        )
+        for peak in peaks
+    )
+    text = (
+        f"The most that tensors took in each phase of {steps}; the plan's figures include the context and the "
+        f"allocator's reserve. Every allocation, with its phase: {snapshot}, which docs.pytorch.org/memory_viz opens."
+    )
+    return page.small(text) + page.table(("phase", "peak", "planned"), rows)
 
 
 def _basis(profile: StepProfile) -> str:

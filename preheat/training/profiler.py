@@ -6,6 +6,7 @@ The parts for a GPU have not run on one yet.
 from __future__ import annotations
 
 import gc
+import pickle
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ import torch
 from torch.profiler import profile
 
 from preheat.core import Build, MachineUse, Phase
+from preheat.core.step_profile import PhasePeak
+from preheat.errors import RunError
 from preheat.hardware.cpu_allocator import release_small
 from preheat.hardware.machine_use import UseMeter
 from preheat.hardware.oom import is_oom
 from preheat.hardware.probe import reset_peak
 from preheat.run.layout import PROFILE
+from preheat.training.memory_history import compare_peaks, compute_phase_peaks
 from preheat.training.profile_figures import Measured, Setting
 from preheat.training.session import WARM_UP, Session
 from preheat.training.step_tracer import StepTracer, write_profile
@@ -33,8 +37,9 @@ class StepProfiler:
     """Profiles `steps` steps of a session, after `WARM_UP` others.
 
     On a GPU it also writes snapshots of the memory for torch's viewer (docs.pytorch.org/memory_viz): `memory.pickle`
-    has the allocations of the warm-up, and `out-of-memory.pickle` those before an out-of-memory error. Allocations are
-    not recorded during the profiled steps, which that would slow down.
+    has the allocations of the warm-up, and `out-of-memory.pickle` those before an out-of-memory error, each allocation
+    with its phase. The figures have the peaks of both by phase. Allocations are not recorded during the profiled steps,
+    which that would slow down.
 
     Attributes:
         done: the files are written.
@@ -46,6 +51,8 @@ class StepProfiler:
         self.done = False
         self._on_gpu = session.device.kind == "cuda"
         self._tracer = StepTracer(steps, on_gpu=self._on_gpu)
+        self._peaks: tuple[PhasePeak, ...] = ()  # of the warm-up
+        self._peaks_of_failure: tuple[PhasePeak, ...] = ()
         self._restart()
 
     def _restart(self) -> None:
@@ -66,7 +73,7 @@ class StepProfiler:
                 yield
             return
         if self._on_gpu and self._taken == WARM_UP - 1:
-            self._dump_memory("memory.pickle")
+            self._peaks = self._dump_memory("memory.pickle")
             self._record_memory(False)
         if self._taken == WARM_UP:
             self._first, self._length, self._use = number, length, UseMeter()
@@ -90,6 +97,7 @@ class StepProfiler:
         self._tracer.stop()
         if self._on_gpu:
             self._record_memory(False)
+            torch.cuda.memory._set_memory_metadata("")
         if not self.done:
             self.session.watch.notice(
                 f"--profile {self.steps}: the run ended after {self._taken:,} of {WARM_UP + self.steps:,} steps, so it "
@@ -103,6 +111,8 @@ class StepProfiler:
 
     def enter(self, phase: Phase) -> None:
         """Marks the beginning of a phase, and the end of the one before it."""
+        if self._on_gpu:
+            torch.cuda.memory._set_memory_metadata(str(phase))
         self._tracer.enter(phase)
 
     def _traced(self, build: Build, number: int) -> AbstractContextManager[None]:
@@ -139,6 +149,8 @@ class StepProfiler:
             Measured(self._first, statistics.median(self._seconds) if self._seconds else None, machine),
             planned=session.plan.split,
             planned_seconds=session.plan.seconds_per_step,
+            memory=self._peaks,
+            out_of_memory=self._peaks_of_failure,
         )
         session.watch.notice(f"profile: {figures.findings[0].text}")
 
@@ -152,10 +164,21 @@ class StepProfiler:
     def _record_memory(self, on: bool) -> None:
         torch.cuda.memory._record_memory_history("all" if on else None, max_entries=_HISTORY)
 
-    def _dump_memory(self, name: str) -> None:
-        if self.session.ranks.lead:
-            self.folder.mkdir(exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self.folder / name))
+    def _dump_memory(self, name: str) -> tuple[PhasePeak, ...]:
+        """Writes a snapshot and returns its peaks; on rank 0 only."""
+        if not self.session.ranks.lead:
+            return ()
+        snapshot = torch.cuda.memory._snapshot()
+        path = self.folder / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(pickle.dumps(snapshot))
+        except OSError as error:
+            raise RunError(
+                f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room"
+            ) from None
+        peaks = compute_phase_peaks(snapshot, torch.cuda.current_device())
+        return compare_peaks(peaks, self.session.plan.phases)
 
     @contextmanager
     def _memory_of_failure(self) -> Iterator[None]:
@@ -164,5 +187,5 @@ class StepProfiler:
             yield
         except RuntimeError as error:
             if self._on_gpu and is_oom(error):
-                self._dump_memory("out-of-memory.pickle")
+                self._peaks_of_failure = self._dump_memory("out-of-memory.pickle")
             raise

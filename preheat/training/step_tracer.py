@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from preheat.core import Build, Phase, Slot
 from preheat.core.plan import StepSeconds
-from preheat.core.step_profile import StepProfile
+from preheat.core.step_profile import PhasePeak, StepProfile
 from preheat.errors import RunError
 from preheat.files import to_json, write_atomic
 from preheat.torch_compat import read_activity
@@ -150,6 +151,8 @@ def write_profile(
     *,
     planned: StepSeconds | None,
     planned_seconds: float,
+    memory: tuple[PhasePeak, ...] = (),
+    out_of_memory: tuple[PhasePeak, ...] = (),
 ) -> StepProfile:
     """Writes `profile.json` and `trace.json.gz` into a folder, and returns the figures.
 
@@ -159,6 +162,7 @@ def write_profile(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         figures = figures_of(read_events(traced), setting, measured, planned=planned, planned_seconds=planned_seconds)
+        figures = replace(figures, memory=memory, out_of_memory=out_of_memory)
         _export(traced, folder / "trace.json.gz")
         write_atomic(folder / "profile.json", to_json(figures, indent=1) + "\n")
     except OSError as error:
