@@ -195,7 +195,7 @@ def figures_of(
         machine=measured.machine,
         findings=(),
     )
-    return _with_findings(profile)
+    return _with_findings(profile, _time_to_store_scores(totals, setting) * scale)
 
 
 def _is_mark(event: TraceEvent, start: str) -> bool:
@@ -437,13 +437,28 @@ _TAKES = {
 }
 
 
-def _with_findings(profile: StepProfile) -> StepProfile:
-    findings = sorted(_findings(profile), key=lambda finding: -finding.seconds)
+def _time_to_store_scores(totals: _Totals, setting: Setting) -> float:
+    """Returns the time of attention outside of its matmuls, which a fused kernel computes, too."""
+    return sum(
+        time
+        for (name, kind), time in totals.operators.items()
+        if kind is OperatorKind.ATTENTION
+        and kind_of(name, (), length=setting.length, vocabulary=setting.vocabulary) is not OperatorKind.MATMUL
+    )
+
+
+def _with_findings(profile: StepProfile, storing: float) -> StepProfile:
+    findings = sorted(_findings(profile, storing), key=lambda finding: -finding.seconds)
     notable = [finding for finding in findings if finding.seconds >= _NOTABLE * profile.seconds]
     return replace(profile, findings=tuple(notable or [_nothing(profile)]))
 
 
-def _findings(profile: StepProfile) -> Iterable[Finding]:
+def _findings(profile: StepProfile, storing: float) -> Iterable[Finding]:
+    """Yields all findings, also those that are too small to mention.
+
+    Args:
+        storing: seconds of attention that a kernel which stores no scores would avoid.
+    """
     data = profile.waiting_for_data
     waiting = f"Waiting for data takes {format_percent(data)} of the step, which the plan leaves out."
     yield Finding(_DATA, data * profile.seconds, waiting)
@@ -452,9 +467,10 @@ def _findings(profile: StepProfile) -> Iterable[Finding]:
         if part.name == OperatorKind.ATTENTION and profile.stores_scores:
             text = (
                 "Attention runs with the math kernel, which stores all scores: "
-                f"{_share(part)}{_planned(part, profile)}; efficient_attention stores none."
+                f"{_share(part)}{_planned(part, profile)}; efficient_attention would avoid "
+                f"about {format_percent(storing / profile.seconds)} of the step."
             )
-            yield Finding(part.name, part.seconds, text)
+            yield Finding(part.name, storing, text)
         elif part.planned is not None:
             # The profiler slows the host, and data has a finding of its own.
             beside = slowed + data * profile.seconds if part.name == OperatorKind.HOST else 0.0
