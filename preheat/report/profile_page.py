@@ -144,8 +144,8 @@ def _with_gradients(profile: StepProfile) -> tuple[Part, ...]:
 
 def _parts(name: str, parts: Sequence[Part], what: str, note: str) -> str:
     rows = (
-        page.row(
-            cell(escape(part.name)),
+        page.named_row(
+            part.name,
             number_cell(_exact(part.seconds), format_percent(part.share, 1)),
             number_cell(_UNPLANNED) if part.planned is None else number_cell(_exact(part.planned), _difference(part)),
         )

@@ -195,5 +195,6 @@ def test_what_cannot_be_compared_is_said(preheat: Command) -> None:
         ((), "name what to compare"),
         (("--techniques", "lorra"), "'lorra' is unknown"),
         (("--ablate", "--set", "techniques={}"), "nothing to leave out"),
+        (("--ablate", "--profile", "0"), "--profile 0: must be at least 1, the number of steps to profile"),
     ):
         assert words in preheat("bench", "r.yaml", *arguments, code=2)[1]
