@@ -27,6 +27,7 @@ __all__ = [
     "find_fsdp_groups",
     "has_expandable_segments",
     "linear_cross_entropy",
+    "read_activity",
     "why_no_linear_cross_entropy",
     "why_no_integer_shards",
     "reduce_scatter_single",
@@ -135,6 +136,23 @@ def export_options() -> dict[str, Any]:
     """Returns the options of `torch.export.export` for a dynamic length of grouped attention heads."""
     # Before 2.13 export cannot prove min(16 * n, 32 * n) == 16 * n, so the graph asserts it when it runs.
     return {} if _IS_2_13 else {"prefer_deferred_runtime_asserts_over_guards": True}
+
+
+def read_activity(event: Any) -> str:
+    """Returns the kind of an event of torch's profiler, as in an exported trace: cpu_op, kernel, gpu_memcpy, ...
+
+    Args:
+        event: `torch._C._autograd._KinetoEvent`.
+    """
+    if _IS_2_12:
+        return str(event.activity_type())
+    # Before 2.12 an event does not tell. CUDA's own calls on the host have metadata or no number, operators differ.
+    on_host = event.device_type() == torch.autograd.DeviceType.CPU
+    if event.is_user_annotation():
+        return "user_annotation" if on_host else "gpu_user_annotation"
+    if on_host:
+        return "cpu_op" if event.correlation_id() and not event.metadata_json() else "cuda_runtime"
+    return {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(event.name().partition(" ")[0], "kernel")
 
 
 def all_gather_single(output: Tensor, part: Tensor) -> None:

@@ -13,9 +13,16 @@ from pathlib import Path
 from statistics import median
 
 from preheat import recipe as recipes
-from preheat.bench.messages import Turn, TurnJob, encode
+from preheat.bench.messages import ProfileJob, Turn, TurnJob, encode
 from preheat.core import registry
-from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow, TechniqueVerdict
+from preheat.core.bench import (
+    BenchResult,
+    FailedRow,
+    Machine,
+    MeasuredRow,
+    TechniqueVerdict,
+    profile_folder,
+)
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.files import to_json, write_atomic
@@ -97,6 +104,7 @@ def run_bench(
     steps: int = 12,
     repeats: int = 3,
     warmup: int = 2,
+    profile: int | None = None,
     out: Path,
     say: Say | None = None,
 ) -> BenchResult:
@@ -109,10 +117,14 @@ def run_bench(
         steps: steps of each turn.
         repeats: turns of each contender; each round begins with the next contender.
         warmup: untimed steps at the beginning of each turn.
+        profile: steps of each contender to profile, after the measured ones of its first turn.
 
     Raises:
+        RecipeError: there are too few steps.
         RunError: the folder cannot be written, or the baseline failed.
     """
+    if profile is not None and profile < 1:
+        raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
     # The first steps allocate memory, choose kernels and compile.
     if steps <= warmup:
         raise RecipeError(f"--steps {steps}: {warmup} of them warm up; take at least {warmup + 1}")
@@ -127,10 +139,17 @@ def run_bench(
             # Each round begins with the next contender, so that drifts of clock and temperature reach all of them.
             for c in [*running[turn % len(running) :], *running[: turn % len(running)]]:
                 say(c.name, done, total)
-                gradient = Path(folder) / f"{contenders.index(c)}.safetensors"
+                number = contenders.index(c)
                 if not c.failed:
-                    # One sample of gradients is enough: every turn begins with the same weights and rows.
-                    take_turn(c, steps, gradient if turn == 0 else None, Path(folder))
+                    # One sample of gradients and one profile are enough: every turn begins with the same weights and
+                    # rows.
+                    job = TurnJob(recipes.dump(c.recipe), steps)
+                    if turn == 0:
+                        gradient = str(Path(folder) / f"{number}.safetensors")
+                        job = replace(
+                            job, gradient=gradient, profile=_build_profile_job(c, plans[number], profile, out)
+                        )
+                    take_turn(c, job, Path(folder))
                 done += 1
         say("done", total, total)
         # Before the folder with the samples is removed.
@@ -191,14 +210,20 @@ def _plan_contenders(contenders: Sequence[Contender]) -> list[Plan | None]:
     return plans
 
 
-def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, seconds: float | None = None) -> None:
-    """Runs a contender's steps (or as many as fit in `seconds`) in its own process; sets its `turns` or `failed`."""
+def _build_profile_job(c: Contender, plan: Plan | None, steps: int | None, out: Path) -> ProfileJob | None:
+    if steps is None:
+        return None
+    assert plan is not None, "contenders without a plan do not run"
+    return ProfileJob(str(out / profile_folder(c.name)), steps, plan.split, plan.seconds_per_step)
+
+
+def take_turn(c: Contender, job: TurnJob, folder: Path) -> None:
+    """Runs a contender's turn in its own process; sets its `turns` or `failed`."""
     # A result of the turn before must not be taken for this one's if the process dies.
-    job, result = folder / "job.json", folder / "result.json"
+    message, result = folder / "job.json", folder / "result.json"
     result.unlink(missing_ok=True)
-    values = TurnJob(recipes.dump(c.recipe), steps, str(gradient) if gradient else None, seconds)
-    job.write_text(encode(values), encoding="utf-8")
-    command = [sys.executable, "-m", "preheat.bench.worker", str(job), str(result)]
+    message.write_text(encode(job), encoding="utf-8")
+    command = [sys.executable, "-m", "preheat.bench.worker", str(message), str(result)]
     # A process of its own: peaks of memory, compiled code and allocator state of one contender do not reach
     # the next. `tie_to_parent` ends it if this process ends first.
     done = subprocess.run(tie_to_parent(command), capture_output=True, text=True, check=False)
@@ -276,6 +301,7 @@ def _build_row(
         gradient_cosine=cosine,
         changes={technique: tuple(texts) for technique, texts in first.changes.items()},
         notices=tuple(first.notices),
+        finding=first.finding,
     )
 
 

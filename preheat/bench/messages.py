@@ -10,17 +10,46 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from preheat.core.plan import StepSeconds
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from preheat.core.schema import Sample
 
-__all__ = ["Ending", "Generation", "InferenceJob", "OpenedModel", "Turn", "TurnJob", "ZeroJob", "ZeroTurn", "encode"]
+__all__ = [
+    "Ending",
+    "Generation",
+    "InferenceJob",
+    "OpenedModel",
+    "ProfileJob",
+    "Turn",
+    "TurnJob",
+    "ZeroJob",
+    "ZeroTurn",
+    "encode",
+]
 
 
 def encode(message: DataclassInstance) -> str:
     """Returns the line of JSON of a message."""
     return json.dumps(dataclasses.asdict(message))
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """Steps to profile after the measured ones of a turn.
+
+    Attributes:
+        folder: path of the files.
+        planned: the step by the plan, by kind of operator; None: unknown.
+        planned_seconds: of a step.
+    """
+
+    folder: str
+    steps: int
+    planned: StepSeconds | None
+    planned_seconds: float
 
 
 @dataclass(frozen=True)
@@ -31,12 +60,14 @@ class TurnJob:
         recipe: YAML text.
         gradient: file for a sample of the first step's gradients, if wanted.
         seconds: of training, after which no further step begins.
+        profile: what to profile afterwards, if wanted.
     """
 
     recipe: str
     steps: int
     gradient: str | None = None
     seconds: float | None = None
+    profile: ProfileJob | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +82,7 @@ class Turn:
         tokens: of each step.
         changes: {technique: what it changed}.
         notices: what techniques reported about the run.
+        finding: the sentence that names the largest gap to the plan, if steps were profiled.
     """
 
     seconds: list[float]
@@ -60,6 +92,7 @@ class Turn:
     tokens: list[int]
     changes: dict[str, list[str]]
     notices: list[str]
+    finding: str | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from preheat.bench.compare import NOISE, Contender, compute_cosine, median_speed, take_turn
-from preheat.bench.messages import ZeroJob, ZeroTurn
+from preheat.bench.messages import TurnJob, ZeroJob, ZeroTurn
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
 from preheat.core.bench import MeasuredTrialRow, TrialBatch, TrialResult, TrialRow
@@ -277,7 +277,8 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
                 say(f"{c.name}: {steps} steps")
                 # Time left over by one contender is divided among those after it.
                 seconds = max((until - time.monotonic()) / left - STARTUP, LEAST / left)
-                take_turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder), seconds)
+                gradient = str(Path(folder) / f"{number}.safetensors")
+                take_turn(c, TurnJob(dump(c.recipe), steps, gradient, seconds), Path(folder))
                 left -= 1
         files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
         cosines = [compute_cosine(files[0], file) for file in files]

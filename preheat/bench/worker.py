@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
 
 _BEGUN = time.perf_counter()  # before anything heavy is imported: start-up is measured from here
 
-from collections.abc import Iterator  # noqa: E402
+import statistics  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
 from contextlib import closing  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
-    from preheat.bench.messages import Turn, TurnJob
+    from torch import Tensor
+
+    from preheat.bench.messages import ProfileJob, Turn, TurnJob
+    from preheat.core import Batch
     from preheat.core.technique import Build
+    from preheat.engine.step import LossSum
+    from preheat.planning.request import Request
 
 __all__ = ["SAMPLE", "main", "take_steps"]
 
@@ -29,9 +36,7 @@ SAMPLE = 1 << 16
 
 
 def take_steps(job: TurnJob) -> Turn:
-    """Trains `job.steps` steps as `train` does, without evaluating, saving or reporting."""
-    import torch
-
+    """Trains `job.steps` steps as `train` does, without evaluating, saving or reporting; then profiles if asked."""
     from preheat import recipe as recipes
     from preheat.bench.messages import Turn
     from preheat.core import Searchable, Slot
@@ -73,19 +78,22 @@ def take_steps(job: TurnJob) -> Turn:
     shape = model_build.slot(Slot.BATCH_SHAPE)
     # The order of the samples covers the steps of the turn, not those of the recipe.
     samples = job.steps * recipe.batch.size
+    profiled = (job.profile.steps + 1) * recipe.batch.size if job.profile else 0
 
     def order() -> Iterator[int]:
         rows_in_order: Iterator[int] = model_build.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, samples)
         return rows_in_order
 
     # Techniques may need to see the data first (calibration, teacher caches), as before a run.
-    model_build.run_dataset_passes(data.train, itertools.islice(order(), samples), lambda what, done, total: None)
+    model_build.run_dataset_passes(
+        data.train, itertools.islice(order(), samples + profiled), lambda what, done, total: None
+    )
     seconds, losses, tokens, startup = [], [], [], 0.0
     stream = batches(
         data.train,
         seed=recipe.seed,
         committed=0,
-        shape=lambda step: shape(step / job.steps),  # as in a full run
+        shape=lambda step: shape(min(step / job.steps, 1)),  # as in a full run
         order=order(),
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
@@ -104,23 +112,80 @@ def take_steps(job: TurnJob) -> Turn:
                 pause = time.perf_counter() - pause
                 begun, paused = begun + pause, paused + pause
             stats = update(model_build, lr)
-            # One `tolist` for all figures, which waits for the device: the step's time includes its work.
-            mean, _, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
+            mean = _read_loss(loss, stats)
             seconds.append(time.perf_counter() - begun)
-            losses.append(mean if finite else float("nan"))
+            losses.append(mean)
             tokens.append(sum(b.tokens.numel() for b in batch))
             startup = startup or time.perf_counter() - _BEGUN - paused
             if step and job.seconds and sum(seconds) > job.seconds:  # after at least two steps
                 break
+        memory = read_memory_peak(device.kind, imports).figures()
+        # After all that is measured, as a profiled step takes longer and more memory.
+        finding = _profile_steps(job.profile, request, model_build, stream, lr, seconds) if job.profile else None
     return Turn(
         seconds=seconds,
         losses=losses,
         startup_seconds=startup,
-        memory=read_memory_peak(device.kind, imports).figures(),
+        memory=memory,
         tokens=tokens,
         changes={name: [c.what for c in changes] for name, changes in model_build.changes.items()},
         notices=[event.message for event in model_build.state.events if isinstance(event, Notice)],
+        finding=finding,
     )
+
+
+def _read_loss(loss: LossSum, stats: Tensor) -> float:
+    """Returns the mean loss of a step, NaN if its gradients are not finite."""
+    import torch
+
+    # One `tolist` for all figures, which waits for the device: the step's time includes its work.
+    mean, _, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
+    return mean if finite else math.nan
+
+
+def _profile_steps(
+    job: ProfileJob, request: Request, build: Build, stream: Iterator[list[Batch]], lr: float, seconds: Sequence[float]
+) -> str:
+    """Profiles further steps, writes the files of the profile, and returns the sentence that names the largest gap.
+
+    Args:
+        seconds: of the steps before.
+    """
+    import torch
+
+    from preheat.core import Phase
+    from preheat.engine.step import accumulate_gradients, update
+    from preheat.hardware.machine_use import UseMeter
+    from preheat.training.profile_figures import Measured, Setting
+    from preheat.training.step_tracer import StepTracer, write_profile
+
+    tracer = StepTracer(job.steps, on_gpu=request.device.kind == "cuda")
+    # In the step before the first profiled one tracing itself is set up.
+    first = len(seconds) + 2
+    for number in range(first - 1, first + job.steps):
+        if number == first:
+            use = UseMeter()
+        with tracer.step(build, number):
+            tracer.enter(Phase.DATA)
+            batch = next(stream)
+            tracer.enter(Phase.GRADIENTS)
+            loss = accumulate_gradients(build, batch, lr)
+            tracer.enter(Phase.UPDATE)
+            stats = update(build, lr)
+            tracer.enter(Phase.STEP_STATS)
+            _read_loss(loss, stats)
+    traced = tracer.stop()
+    assert traced is not None, "steps were profiled"
+    length, head = batch[0].tokens.shape[1], request.config.get_text_config().vocab_size
+    figures = write_profile(
+        Path(job.folder),
+        traced,
+        Setting(rank=0, ranks=1, device=request.device.name, length=length, vocabulary=head),
+        Measured(first, statistics.median(seconds[1:]), use.use(torch.get_num_threads())),
+        planned=job.planned,
+        planned_seconds=job.planned_seconds,
+    )
+    return figures.findings[0].text
 
 
 def _keep_gradients(build: Build, path: Path) -> None:
@@ -140,10 +205,11 @@ def _keep_gradients(build: Build, path: Path) -> None:
 def main() -> None:
     from preheat.bench.messages import TurnJob, encode
     from preheat.errors import PreheatError
+    from preheat.files import parse_json, read_record
 
     job, result = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        text = encode(take_steps(TurnJob(**json.loads(job.read_text(encoding="utf-8")))))
+        text = encode(take_steps(read_record(TurnJob, parse_json(job.read_bytes()))))
     except PreheatError as error:
         # An expected error is a result; anything else ends the process with a traceback, whose last line is reported.
         text = json.dumps({"failed": str(error).splitlines()[0]})

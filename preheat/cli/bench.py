@@ -36,6 +36,17 @@ def bench(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a turn; the first two are not timed.")] = 12,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of each contender.")] = 3,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            "--profile",
+            metavar="STEPS",
+            help=(
+                "After its measured steps, profile so many steps of each contender: where their time goes, beside the "
+                "plan. Writes profiles/ in the folder of the results, with a page and a trace for each."
+            ),
+        ),
+    ] = None,
     inference: Annotated[
         bool,
         typer.Option(
@@ -105,6 +116,7 @@ def bench(
             techniques=techniques,
             steps=steps,
             repeats=repeats,
+            profile=profile,
             device=device,
             out=out,
             json=json,

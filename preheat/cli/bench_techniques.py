@@ -43,7 +43,9 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     folder = options.out or Path("bench") / loaded.name
     screen = build_console()
     if options.json:
-        result = run(loaded, contenders, steps=options.steps, repeats=options.repeats, out=folder)
+        result = run(
+            loaded, contenders, steps=options.steps, repeats=options.repeats, profile=options.profile, out=folder
+        )
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -57,6 +59,7 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
                 contenders,
                 steps=options.steps,
                 repeats=options.repeats,
+                profile=options.profile,
                 out=folder,
                 say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
             )
@@ -67,6 +70,9 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     screen.print(_build_table(result, wide=screen.width >= 110))
     for verdict in result.verdicts:
         screen.print(f"- {verdict.message}", soft_wrap=True)
+    for name, measured in result.measured.items():
+        if measured.finding is not None:
+            screen.print(f"- {name}: {measured.finding}", soft_wrap=True)
     for row in result.rows:
         if isinstance(row, FailedRow):
             screen.print(f"{row.name} was not run: {row.failed}", soft_wrap=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,18 @@ __all__ = [
     "TrialResult",
     "TrialRow",
     "TechniqueVerdict",
+    "profile_folder",
 ]
+
+
+def profile_folder(contender: str) -> str:
+    """Returns the folder of a contender's profile, relative to that of `bench.json`.
+
+    Example:
+        >>> profile_folder("without lora")
+        'profiles/without-lora'
+    """
+    return f"profiles/{re.sub('[^a-zA-Z0-9_-]+', '-', contender)}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class MeasuredRow(_Row):
             both.
         changes: {technique: what it changed}.
         notices: what techniques reported about the run.
+        finding: the largest gap between its profile and its plan, one sentence; None: it was not profiled.
     """
 
     tokens_per_second: float
@@ -101,6 +114,7 @@ class MeasuredRow(_Row):
     gradient_cosine: float | None
     changes: Mapping[str, tuple[str, ...]]
     notices: tuple[str, ...]
+    finding: Omitted[str] = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from preheat.core.device import MachineUse
 
-__all__ = ["Finding", "OperatorTime", "Part", "StepProfile", "Transfer"]
+__all__ = ["Finding", "OperatorTime", "Part", "PhasePeak", "StepProfile", "Transfer"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,19 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class PhasePeak:
+    """The most memory of a GPU's tensors in a phase of the step.
+
+    Attributes:
+        planned_gib: peak of the plan's phases; None: the plan does not know this phase.
+    """
+
+    phase: str
+    gib: float
+    planned_gib: float | None
+
+
+@dataclass(frozen=True)
 class Finding:
     """Something that takes longer than planned, or that could be avoided.
 
@@ -95,6 +108,8 @@ class StepProfile:
         stores_scores: True if attention stores the scores of all positions, instead of a fused kernel.
         machine: use of the machine meanwhile; None: unknown.
         findings: by the seconds at stake; the first is the answer.
+        memory: peaks of the steps before the profiled ones, by phase; empty on a CPU.
+        out_of_memory: the same until the step ran out of memory before; empty if it did not.
     """
 
     rank: int
@@ -115,3 +130,5 @@ class StepProfile:
     stores_scores: bool
     machine: MachineUse | None
     findings: tuple[Finding, ...]
+    memory: tuple[PhasePeak, ...] = ()
+    out_of_memory: tuple[PhasePeak, ...] = ()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from preheat.core.bench import BenchResult, FailedRow, MeasuredRow
+from preheat.core.bench import BenchResult, FailedRow, MeasuredRow, profile_folder
+from preheat.files import parse_json, read_record
 from preheat.report import page, svg
 from preheat.report.formatting import (
     choose_unit,
@@ -21,6 +22,7 @@ from preheat.report.formatting import (
     format_sizes,
     join_units,
 )
+from preheat.report.profile_page import write_profile
 
 __all__ = ["format_ratio_range", "write_bench"]
 
@@ -29,13 +31,18 @@ MEMORY_SEEN, SPEED_SEEN = 0.02, 0.03
 
 
 def write_bench(folder: str | Path) -> Path:
-    """Writes `bench.html` next to a `bench.json` and returns its path.
+    """Writes `bench.html` next to a `bench.json` and returns its path; also the pages of the contenders' profiles.
 
     Raises:
         RunError: there is no bench.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "bench.json"
-    return page.write_figures(source, "preheat bench", BenchResult, _render_page)
+    written = page.write_figures(source, "preheat bench", BenchResult, _render_page)
+    result = read_record(BenchResult, parse_json(source.read_bytes()))
+    for row in result.measured.values():
+        if row.finding is not None:
+            write_profile(Path(folder) / profile_folder(row.name), f"{result.name}, {row.name}")
+    return written
 
 
 def _render_page(result: BenchResult) -> str:
@@ -47,6 +54,7 @@ def _render_page(result: BenchResult) -> str:
 {page.section("verdicts", "Verdicts", page.bullets(verdicts) if verdicts else page.small(_NO_VERDICT))}
 {page.section("give", "Gain of each technique", _render_waterfalls(result))}
 {page.section("contenders", "Every contender", _render_table(result) + (page.bullets(notices) if notices else ""))}
+{page.section("profiles", "Where the time of a step goes", _render_findings(result))}
 <footer>{escape(result.repeats)} turns of {escape(result.steps)} steps each, every turn in a process of its \
 own, in alternation. Speed: median over the turns
 of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of \
@@ -131,6 +139,15 @@ def _render_table(result: BenchResult) -> str:
             for row, peak, guess, size in zip(rows, texts, texts[len(rows) :], predicted, strict=False)
         ],
     )
+
+
+def _render_findings(result: BenchResult) -> str:
+    rows = [
+        page.named_row(row.name, page.text_cell(row.finding), link=f"{profile_folder(row.name)}/profile.html")
+        for row in result.measured.values()
+        if row.finding is not None
+    ]
+    return page.table(("contender", "largest gap to its plan"), rows, text=(0, 1)) if rows else ""
 
 
 def format_ratio_range(row: MeasuredRow) -> str:

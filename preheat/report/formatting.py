@@ -73,7 +73,7 @@ def format_headline(text: object) -> str:
 
 def join_units(text: object) -> str:
     """Returns escaped text with no-break spaces between numbers and their units."""
-    return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s)\b|%)", "\u00a0", escape(text))
+    return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s|ms)\b|%)", "\u00a0", escape(text))
 
 
 def read_number(value: object) -> float | None:

@@ -220,9 +220,10 @@ def row(*cells: str, kind: str = "") -> str:
     return f"<tr{_class_attribute(kind)}>{''.join(cells)}</tr>"
 
 
-def named_row(name: str, *cells: str) -> str:
-    """Returns a row whose first cell is the name of the row."""
-    return f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>'
+def named_row(name: str, *cells: str, link: str = "") -> str:
+    """Returns a row whose first cell is the name of the row, which leads to a page beside this one if there is one."""
+    shown = f'<a href="{escape(link)}">{escape(name)}</a>' if link else escape(name)
+    return f'<tr><th scope="row">{shown}</th>{"".join(cells)}</tr>'
 
 
 def group_row(title: str, columns: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core.operator_kinds import OperatorKind
-from preheat.core.step_profile import Part, StepProfile
+from preheat.core.step_profile import Part, PhasePeak, StepProfile
 from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, write_atomic
 from preheat.report import page
@@ -22,7 +22,6 @@ from preheat.report.formatting import (
 )
 from preheat.report.page import LegendEntry, bullets, cell, number_cell, text_cell
 from preheat.report.svg import NARROW, SENTINEL, WIDE, draw_both_widths, render_plot, set_ticks
-from preheat.run.layout import PROFILE
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -33,13 +32,17 @@ __all__ = ["write_profile"]
 _UNPLANNED = "not planned"
 
 
-def write_profile(run: Path) -> Path | None:
-    """Writes `profile.html` beside the profile of a run and returns its path; None if the run has no profile.
+def write_profile(folder: Path, name: str) -> Path | None:
+    """Writes the page of a profile and returns its path; None if the folder has no profile.
+
+    Args:
+        folder: of `profile.json`; gets `profile.html`.
+        name: of what was profiled.
 
     Raises:
         RunError: the profile is damaged, or the page cannot be written.
     """
-    source = run / PROFILE / "profile.json"
+    source = folder / "profile.json"
     if not source.exists():
         return None
     try:
@@ -48,7 +51,7 @@ def write_profile(run: Path) -> Path | None:
         raise RunError(f"{source}: is damaged ({error}); remove it, or profile the recipe in another run") from None
     path = source.with_suffix(".html")
     try:
-        write_atomic(path, _page(profile, format_headline(run.name)))
+        write_atomic(path, _page(profile, format_headline(name)))
     except OSError as error:
         raise RunError(
             f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room"
@@ -63,6 +66,12 @@ def _page(profile: StepProfile, name: str) -> str:
         ("kinds", "By kind of operator", _parts("profile-kinds", kinds, "kind", _kinds_note(profile))),
         ("operators", "The costliest operators", _operators(profile)),
         ("transfers", "Copies between host and GPU", _transfers(profile)),
+        ("memory", "Memory by phase", _peaks(profile.memory, "memory.pickle", "the steps before the profiled ones")),
+        (
+            "out-of-memory",
+            "Memory by phase until the step ran out of memory",
+            _peaks(profile.out_of_memory, "out-of-memory.pickle", "the step that failed"),
+        ),
         ("basis", "How it was measured", _basis(profile)),
     )
     more = bullets(escape(finding.text) for finding in profile.findings[1:]) if profile.findings[1:] else ""
@@ -135,16 +144,14 @@ def _with_gradients(profile: StepProfile) -> tuple[Part, ...]:
 
 def _parts(name: str, parts: Sequence[Part], what: str, note: str) -> str:
     rows = (
-        page.row(
-            cell(escape(part.name)),
-            number_cell(_exact(part.seconds)),
-            number_cell(format_percent(part.share, 1)),
-            number_cell(_UNPLANNED if part.planned is None else _exact(part.planned)),
-            number_cell("" if part.planned is None else _difference(part)),
+        page.named_row(
+            part.name,
+            number_cell(_exact(part.seconds), format_percent(part.share, 1)),
+            number_cell(_UNPLANNED) if part.planned is None else number_cell(_exact(part.planned), _difference(part)),
         )
         for part in parts
     )
-    table = page.table((what, "a step", "share", "planned", "difference"), rows)
+    table = page.table((what, "a step, and its share", "planned, and the difference"), rows)
     legend = [LegendEntry("measured", "series-1")]
     legend += [LegendEntry("planned", "series-6")] if any(part.planned is not None for part in parts) else []
     alt = ", ".join(f"{part.name} {_exact(part.seconds)}" for part in parts)
@@ -213,6 +220,24 @@ def _transfers(profile: StepProfile) -> str:
         for row in profile.transfers
     )
     return page.table(("direction", "copies", "size", "a step"), rows)
+
+
+def _peaks(peaks: Sequence[PhasePeak], snapshot: str, steps: str) -> str:
+    if not peaks:
+        return ""
+    rows = (
+        page.row(
+            cell(escape(peak.phase)),
+            number_cell(format_gib(peak.gib)),
+            number_cell(_UNPLANNED if peak.planned_gib is None else format_gib(peak.planned_gib)),
+        )
+        for peak in peaks
+    )
+    text = (
+        f"The most that tensors took in each phase of {steps}; the plan's figures include the context and the "
+        f"allocator's reserve. Every allocation, with its phase: {snapshot}, which docs.pytorch.org/memory_viz opens."
+    )
+    return page.small(text) + page.table(("phase", "peak", "planned"), rows)
 
 
 def _basis(profile: StepProfile) -> str:

@@ -50,7 +50,7 @@ from preheat.report.long_context_charts import render_lengths
 from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_cell, two_columns
 from preheat.report.profile_page import write_profile
 from preheat.report.report_data import RunFigures, collect
-from preheat.run.layout import MARK
+from preheat.run.layout import MARK, PROFILE
 from preheat.sanitize import format_three_digits
 
 __all__ = ["render", "write"]
@@ -87,7 +87,7 @@ def write(run: str | Path) -> Path:
         raise RunError(
             f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room"
         ) from None
-    write_profile(Path(run))
+    write_profile(Path(run) / PROFILE, Path(run).name)
     return path
 
 

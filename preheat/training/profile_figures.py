@@ -1,6 +1,6 @@
-"""Turns the trace of torch's profiler into a `StepProfile`: times by phase, by kind and by operator, and findings.
+"""Turns the events of torch's profiler into a `StepProfile`: times by phase, by kind and by operator, and findings.
 
-Reads the trace as written (Chrome's format, microseconds). On a CPU, an operator's time is its own, without that of the
+On a CPU, an operator's time is its own, without that of the
 operators that it calls. On a GPU, it is that of its kernels; where several run at once, computing counts before
 communication, and that before copies, so that the parts add up to the step.
 """
@@ -10,19 +10,20 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from preheat.core import MachineUse, Phase
 from preheat.core.operator_kinds import OperatorKind, is_score_shaped, kind_of
 from preheat.core.plan import StepSeconds
 from preheat.core.step_profile import Finding, OperatorTime, Part, StepProfile, Transfer
+from preheat.sanitize import format_percent
 
-__all__ = ["STEP_MARK", "Measured", "Setting", "figures_of", "phase_mark"]
+__all__ = ["STEP_MARK", "Measured", "Setting", "TraceEvent", "figures_of", "phase_mark"]
 
 STEP_MARK = "preheat step "
-"""Start of the name of the trace's event that spans a step."""
+"""Start of the name of the event that spans a step."""
 _MARK = "preheat: "
 _OF_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LISTED = 20  # operators
@@ -33,8 +34,33 @@ _PHASES = (_DATA, _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER)
 
 
 def phase_mark(phase: Phase) -> str:
-    """Returns the name of the trace's event that spans a phase."""
+    """Returns the name of the event that spans a phase."""
     return f"{_MARK}{phase}"
+
+
+class TraceEvent(NamedTuple):
+    """An event of torch's profiler; times in microseconds.
+
+    Attributes:
+        kind: as torch names it: cpu_op and user_annotation of the host; kernel, gpu_memcpy and gpu_memset of a GPU.
+        thread: of the host; a stream of a GPU.
+        shapes: of an operator's tensors; () of other arguments.
+        operator: number of the operator; of a kernel, the number of the one that launched it; 0: none did.
+        bytes: of a copy.
+    """
+
+    kind: str
+    name: str
+    start: float
+    end: float
+    thread: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    operator: int = 0
+    bytes: int = 0
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
 
 
 class Setting(NamedTuple):
@@ -70,12 +96,13 @@ class _Span(NamedTuple):
     name: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Operator:
     """An operator call of the host."""
 
     name: str
-    start: float
+    thread: int
+    number: int
     end: float
     kind: OperatorKind
     phase: str
@@ -104,32 +131,31 @@ class _Totals:
 
 
 def figures_of(
-    trace: Mapping[str, Any],
+    events: Sequence[TraceEvent],
     setting: Setting,
     measured: Measured,
     *,
     planned: StepSeconds | None,
     planned_seconds: float,
 ) -> StepProfile:
-    """Returns the figures of a trace.
+    """Returns the figures of profiled steps.
 
     Args:
-        trace: with a `STEP_MARK` for each step, and a `phase_mark` for each of its phases.
+        events: with a `STEP_MARK` for each step, and a `phase_mark` for each of its phases.
         planned: by kind; None: unknown.
         planned_seconds: of a step.
     """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    main = next(event["tid"] for event in events if _is_mark(event, STEP_MARK))
-    steps = sorted(_span(event) for event in events if _is_mark(event, STEP_MARK) and event["tid"] == main)
+    main = next(event.thread for event in events if _is_mark(event, STEP_MARK))
+    steps = sorted(_span(event) for event in events if _is_mark(event, STEP_MARK) and event.thread == main)
     segments = _segments(events, main, steps)
     operators = _operators_of(events, segments, setting)
-    kernels = [event for event in events if event.get("cat") in _OF_GPU]
+    kernels = [event for event in events if event.kind in _OF_GPU]
     totals, length = _Totals(), sum(step.end - step.start for step in steps)
     idle = None
     if kernels:
         idle = _add_kernels(totals, kernels, operators, segments, steps, setting)
     else:
-        _add_operators(totals, [op for tid, op, _ in operators if tid == main], segments, length)
+        _add_operators(totals, [op for op in operators if op.thread == main], segments, length)
     scale = 1e-6 / len(steps)
 
     def part(name: str, time: float, expected: float | None = None) -> Part:
@@ -169,15 +195,15 @@ def figures_of(
         machine=measured.machine,
         findings=(),
     )
-    return _with_findings(profile)
+    return _with_findings(profile, _time_to_store_scores(totals, setting) * scale)
 
 
-def _is_mark(event: Mapping[str, Any], start: str) -> bool:
-    return event.get("cat") == "user_annotation" and event["name"].startswith(start)
+def _is_mark(event: TraceEvent, start: str) -> bool:
+    return event.kind == "user_annotation" and event.name.startswith(start)
 
 
-def _span(event: Mapping[str, Any]) -> _Span:
-    return _Span(event["ts"], event["ts"] + event["dur"], event["name"])
+def _span(event: TraceEvent) -> _Span:
+    return _Span(event.start, event.end, event.name)
 
 
 # --- phases
@@ -196,11 +222,11 @@ class _Segments:
         return self.spans[n].name if n >= 0 and time < self.spans[n].end else None
 
 
-def _segments(events: Sequence[Mapping[str, Any]], main: int, steps: Sequence[_Span]) -> _Segments:
+def _segments(events: Sequence[TraceEvent], main: int, steps: Sequence[_Span]) -> _Segments:
     """Returns the phases of all steps without gaps: what no phase has is `other`."""
-    marks = sorted(_span(event) for event in events if _is_mark(event, _MARK) and event["tid"] == main)
+    marks = sorted(_span(event) for event in events if _is_mark(event, _MARK) and event.thread == main)
     # Of any thread: on a GPU, autograd has one of its own.
-    nodes = sorted(_span(e) for e in events if e["name"].startswith("autograd::engine::evaluate_function"))
+    nodes = sorted(_span(e) for e in events if e.name.startswith("autograd::engine::evaluate_function"))
     forward = [mark for mark in marks if mark.name == phase_mark(Phase.FORWARD)]
     known: list[_Span] = []
     for mark in marks:
@@ -242,24 +268,20 @@ def _gradients(whole: _Span, forward: Sequence[_Span], nodes: Sequence[_Span]) -
 # --- operators
 
 
-def _operators_of(
-    events: Sequence[Mapping[str, Any]], segments: _Segments, setting: Setting
-) -> list[tuple[int, _Operator, int | None]]:
-    """Returns (thread, operator, the trace's id of it) of the operators within the steps."""
-    found: list[tuple[int, _Operator, int | None]] = []
+def _operators_of(events: Sequence[TraceEvent], segments: _Segments, setting: Setting) -> list[_Operator]:
+    """Returns the operators within the steps."""
+    operators: list[_Operator] = []
     stacks: dict[int, list[_Operator]] = defaultdict(list)
-    calls = (event for event in events if event.get("cat") == "cpu_op")
+    calls = (event for event in events if event.kind == "cpu_op")
     # An operator begins before those that it calls; of two that begin at once, the longer one is outside.
-    for event in sorted(calls, key=lambda event: (event["ts"], -event["dur"])):
-        start, end = event["ts"], event["ts"] + event["dur"]
-        if (phase := segments.at(start)) is None:
+    for event in sorted(calls, key=lambda event: (event.start, -event.end)):
+        if (phase := segments.at(event.start)) is None:
             continue
-        stack, arguments = stacks[event["tid"]], event.get("args", {})
-        while stack and stack[-1].end <= start:
+        stack = stacks[event.thread]
+        while stack and stack[-1].end <= event.start:
             stack.pop()
         caller = stack[-1] if stack else None
-        name = event["name"]
-        shapes = [shape for shape in arguments.get("Input Dims", ()) if shape and isinstance(shape[0], int)]
+        name, shapes = event.name, [shape for shape in event.shapes if shape]
         # Without a namespace it is an autograd function in Python, or a compiled region.
         kind = (
             kind_of(name, shapes, length=setting.length, vocabulary=setting.vocabulary, updating=phase == _OPTIMIZER)
@@ -271,12 +293,14 @@ def _operators_of(
         whole = kind is OperatorKind.ATTENTION or (name.startswith("preheat::") and kind is not OperatorKind.HOST)
         if caller is not None and caller.whole:
             kind, whole = caller.kind, True
-        operator = _Operator(name, start, end, kind, phase, on_scores, event["dur"], whole)
+        operator = _Operator(
+            name, event.thread, event.operator, event.end, kind, phase, on_scores, event.duration, whole
+        )
         if caller is not None:
-            caller.own -= event["dur"]
+            caller.own -= event.duration
         stack.append(operator)
-        found.append((event["tid"], operator, arguments.get("External id")))
-    return found
+        operators.append(operator)
+    return operators
 
 
 def _add_operators(totals: _Totals, operators: Iterable[_Operator], segments: _Segments, length: float) -> None:
@@ -306,17 +330,17 @@ class _Kernel(NamedTuple):
 
 def _add_kernels(
     totals: _Totals,
-    events: Sequence[Mapping[str, Any]],
-    operators: Sequence[tuple[int, _Operator, int | None]],
+    events: Sequence[TraceEvent],
+    operators: Sequence[_Operator],
     segments: _Segments,
     steps: Sequence[_Span],
     setting: Setting,
 ) -> float:
     """Adds a GPU's kernels; returns the microseconds in which it idles, except while the host reads data."""
-    launched_by = {number: op for _, op, number in operators if number is not None}
+    launched_by = {operator.number: operator for operator in operators if operator.number}
     kernels = []
     for event in events:
-        kernel = _kernel_of(event, launched_by.get(event.get("args", {}).get("External id")), segments, setting)
+        kernel = _kernel_of(event, launched_by.get(event.operator), segments, setting)
         if kernel is not None:
             kernels.append(kernel)
             totals.calls[kernel.name] += 1
@@ -338,15 +362,12 @@ def _add_kernels(
     return idle
 
 
-def _kernel_of(
-    event: Mapping[str, Any], operator: _Operator | None, segments: _Segments, setting: Setting
-) -> _Kernel | None:
-    start, end, category = event["ts"], event["ts"] + event["dur"], event["cat"]
-    phase = operator.phase if operator else segments.at(start)
+def _kernel_of(event: TraceEvent, operator: _Operator | None, segments: _Segments, setting: Setting) -> _Kernel | None:
+    phase = operator.phase if operator else segments.at(event.start)
     if phase is None:
         return None
-    by_name = kind_of(event["name"], (), length=setting.length, vocabulary=setting.vocabulary)
-    if category == "gpu_memcpy":
+    by_name = kind_of(event.name, (), length=setting.length, vocabulary=setting.vocabulary)
+    if event.kind == "gpu_memcpy":
         kind = OperatorKind.COPIES
     # The compiler's operators have no kind of their own, and a collective's kernel has no operator.
     elif operator is None or operator.kind is OperatorKind.HOST or by_name is OperatorKind.COMMUNICATION:
@@ -354,8 +375,8 @@ def _kernel_of(
     else:
         kind = operator.kind
     order = {OperatorKind.COPIES: 2, OperatorKind.COMMUNICATION: 1}.get(kind, 0)
-    name = operator.name if operator and operator.kind is not OperatorKind.HOST else event["name"]
-    return _Kernel(start, end, order, name, kind, phase, operator.on_scores if operator else False)
+    name = operator.name if operator and operator.kind is not OperatorKind.HOST else event.name
+    return _Kernel(event.start, event.end, order, name, kind, phase, operator.on_scores if operator else False)
 
 
 def _exposed(kernels: Sequence[_Kernel], steps: Sequence[_Span]) -> Iterable[tuple[float, float, _Kernel | None]]:
@@ -375,15 +396,15 @@ def _exposed(kernels: Sequence[_Kernel], steps: Sequence[_Span]) -> Iterable[tup
             yield start, end, min(running, key=lambda kernel: (kernel.order, kernel.start), default=None)
 
 
-def _transfers(events: Iterable[Mapping[str, Any]], scale: float) -> tuple[Transfer, ...]:
+def _transfers(events: Iterable[TraceEvent], scale: float) -> tuple[Transfer, ...]:
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for event in events:
-        if event["cat"] == "gpu_memcpy":
+        if event.kind == "gpu_memcpy":
             # "Memcpy HtoD (Pinned -> Device)"
-            row = sums[event["name"].removeprefix("Memcpy ").partition(" ")[0]]
+            row = sums[event.name.removeprefix("Memcpy ").partition(" ")[0]]
             row[0] += 1
-            row[1] += event.get("args", {}).get("bytes", 0)
-            row[2] += event["dur"]
+            row[1] += event.bytes
+            row[2] += event.duration
     per_step = scale * 1e6
     return tuple(Transfer(name, n * per_step, size * per_step, time * scale) for name, (n, size, time) in sums.items())
 
@@ -416,22 +437,40 @@ _TAKES = {
 }
 
 
-def _with_findings(profile: StepProfile) -> StepProfile:
-    findings = sorted(_findings(profile), key=lambda finding: -finding.seconds)
+def _time_to_store_scores(totals: _Totals, setting: Setting) -> float:
+    """Returns the time of attention outside of its matmuls, which a fused kernel computes, too."""
+    return sum(
+        time
+        for (name, kind), time in totals.operators.items()
+        if kind is OperatorKind.ATTENTION
+        and kind_of(name, (), length=setting.length, vocabulary=setting.vocabulary) is not OperatorKind.MATMUL
+    )
+
+
+def _with_findings(profile: StepProfile, storing: float) -> StepProfile:
+    findings = sorted(_findings(profile, storing), key=lambda finding: -finding.seconds)
     notable = [finding for finding in findings if finding.seconds >= _NOTABLE * profile.seconds]
     return replace(profile, findings=tuple(notable or [_nothing(profile)]))
 
 
-def _findings(profile: StepProfile) -> Iterable[Finding]:
+def _findings(profile: StepProfile, storing: float) -> Iterable[Finding]:
+    """Yields all findings, also those that are too small to mention.
+
+    Args:
+        storing: seconds of attention that a kernel which stores no scores would avoid.
+    """
     data = profile.waiting_for_data
-    yield Finding(
-        _DATA, data * profile.seconds, f"Waiting for data takes {data:.0%} of the step, which the plan leaves out."
-    )
+    waiting = f"Waiting for data takes {format_percent(data)} of the step, which the plan leaves out."
+    yield Finding(_DATA, data * profile.seconds, waiting)
     slowed, total = _slowed(profile), sum(part.planned or 0.0 for part in profile.kinds)
     for part in profile.kinds:
         if part.name == OperatorKind.ATTENTION and profile.stores_scores:
-            text = f"Attention runs with the math kernel, which stores all scores: {part.share:.0%} of the step"
-            yield Finding(part.name, part.seconds, f"{text}{_planned(part, profile)}.")
+            text = (
+                "Attention runs with the math kernel, which stores all scores: "
+                f"{_share(part)}{_planned(part, profile)}; efficient_attention would avoid "
+                f"about {format_percent(storing / profile.seconds)} of the step."
+            )
+            yield Finding(part.name, storing, text)
         elif part.planned is not None:
             # The profiler slows the host, and data has a finding of its own.
             beside = slowed + data * profile.seconds if part.name == OperatorKind.HOST else 0.0
@@ -440,19 +479,23 @@ def _findings(profile: StepProfile) -> Iterable[Finding]:
             yield Finding(part.name, more * profile.seconds, f"{_subject(part, profile)}{_planned(part, profile)}.")
 
 
+def _share(part: Part) -> str:
+    return f"{format_percent(part.share)} of the step"
+
+
 def _subject(part: Part, profile: StepProfile) -> str:
     if part.name != OperatorKind.HOST:
-        return f"{_TAKES[OperatorKind(part.name)]} {part.share:.0%} of the step"
+        return f"{_TAKES[OperatorKind(part.name)]} {_share(part)}"
     if profile.launch_bound is not None:
-        return f"The GPU idles for {part.share:.0%} of the step while the host launches its kernels or reads"
-    return f"Python and the launch of operators take {part.share:.0%} of the step"
+        return f"The GPU idles for {_share(part)} while the host launches its kernels or reads"
+    return f"Python and the launch of operators take {_share(part)}"
 
 
 def _planned(part: Part, profile: StepProfile) -> str:
     if part.planned is None:
         return ""
     share = part.planned / sum(kind.planned or 0.0 for kind in profile.kinds)
-    return f", planned {share:.0%} ({_time(part.seconds)} instead of {_time(part.planned)})"
+    return f", planned {format_percent(share)} ({_time(part.seconds)} instead of {_time(part.planned)})"
 
 
 def _time(seconds: float) -> str:
@@ -470,7 +513,7 @@ def _nothing(profile: StepProfile) -> Finding:
         text = f"{_subject(longest, profile)}, the most of all; the plan has no times to compare it with."
     else:
         text = (
-            f"No part has a share that is {_NOTABLE:.0%} of the step above the planned one. "
+            f"No part has a share that is {format_percent(_NOTABLE)} of the step above the planned one. "
             f"{_subject(longest, profile)}{_planned(longest, profile)}."
         )
     return Finding(longest.name, 0.0, text)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from preheat.bench.compare import judge_techniques
-from preheat.bench.messages import TurnJob
+from preheat.bench.messages import ProfileJob, TurnJob
 from preheat.bench.worker import take_steps
-from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow
+from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow, profile_folder
+from preheat.core.plan import StepSeconds
+from preheat.core.step_profile import StepProfile
+from preheat.files import read_record, to_json
 from preheat.recipe import dump, load, override
+from preheat.report import write_bench
 from preheat.report.bench_page import _render_waterfalls
 
 from .conftest import Command
@@ -141,6 +147,33 @@ def test_a_turn_has_the_notices_of_its_techniques(preheat: Command, monkeypatch:
     assert notice.startswith("techniques.compile.limit: 2 graphs are compiled")
 
 
+def test_a_profile_comes_after_the_measured_steps_and_changes_none(
+    preheat: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(preheat.folder)
+    job = TurnJob(dump(load("r.yaml")), 3)
+    plain = take_steps(job)
+    folder = preheat.folder / profile_folder("without lora")
+    planned = StepSeconds({"matmul": 1.0}, 1.0, 0.0)
+    profiled = take_steps(replace(job, profile=ProfileJob(str(folder), 2, planned, 1.0)))
+    assert (profiled.losses, profiled.tokens) == (plain.losses, plain.tokens)
+    assert plain.finding is None
+    figures = read_record(StepProfile, json.loads((folder / "profile.json").read_text()))
+    assert profiled.finding == figures.findings[0].text
+    # In step 4 tracing is set up.
+    assert (figures.first_step, figures.steps, figures.seconds_planned) == (5, 2, 1.0)
+    assert all(part.seconds > 0 for part in figures.phases)
+    assert figures.seconds_unprofiled == pytest.approx(sum(profiled.seconds[1:]) / 2)
+
+    row_profiled = replace(row("without lora", [1.0], 4.0), finding=profiled.finding)
+    result = BenchResult("n", Machine("m", "cpu", 1, "2"), 3, 1, 16.0, (row("plain", [1.0], 4.0), row_profiled), (), {})
+    (preheat.folder / "bench.json").write_text(to_json(result))
+    page = write_bench(preheat.folder).read_text()
+    assert profiled.finding in page.replace("\u00a0", " ")
+    (link,) = re.findall(r'href="([^"]+)"', page)
+    assert "n, without lora" in (preheat.folder / link).read_text()
+
+
 @pytest.mark.slow
 def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
     made = preheat.here.json("bench", "r.yaml", "--techniques", "lora,efficient_attention", "--steps", "3", "--repeats", "1",
@@ -162,5 +195,6 @@ def test_what_cannot_be_compared_is_said(preheat: Command) -> None:
         ((), "name what to compare"),
         (("--techniques", "lorra"), "'lorra' is unknown"),
         (("--ablate", "--set", "techniques={}"), "nothing to leave out"),
+        (("--ablate", "--profile", "0"), "--profile 0: must be at least 1, the number of steps to profile"),
     ):
         assert words in preheat("bench", "r.yaml", *arguments, code=2)[1]

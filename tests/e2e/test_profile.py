@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from preheat import load_recipe, train
 from preheat.core.step_profile import StepProfile
 from preheat.errors import RecipeError
 from preheat.files import read_record
+from preheat.recipe import dump
 from preheat.report import write
 from preheat.run.reader import Reader
 
@@ -62,6 +65,21 @@ def test_a_profiled_run_has_the_same_losses_and_a_page(sets: list[str], tmp_path
     page = (folder / "profile.html").read_text()
     assert figures.findings[0].text in page.replace("\u00a0", " ")
     assert "aten::mm" in page
+
+
+def test_a_run_without_it_never_starts_the_profiler(sets: list[str], tmp_path: Path) -> None:
+    recipe = load_recipe("demo", [*sets, "stop.max_steps=2"])
+    (tmp_path / "r.yaml").write_text(dump(recipe))
+    # torch itself imports its profiler; a call of it would end this run.
+    code = (
+        "import sys, torch, preheat\n"
+        "torch.autograd.profiler._prepare_profiler = torch.autograd.profiler._enable_profiler = None\n"
+        "preheat.train(preheat.load_recipe('r.yaml'), out='run', progress=False)\n"
+        "ours = {'preheat.training.profiler', 'preheat.training.step_tracer', 'preheat.training.profile_figures'}\n"
+        "print(sorted(ours & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_run_too_short_says_how_many_steps_are_needed(sets: list[str], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class TechniqueBenchOptions:
     techniques: str | None
     steps: int
     repeats: int
+    profile: int | None
     device: Literal["cpu", "cuda"] | None
     out: Path | None
     json: bool

@@ -17,6 +17,7 @@ from preheat.core.bench import BenchResult, InferenceResult
 from preheat.core.compression import CompressionResult
 from preheat.core.nettest import NettestResult
 from preheat.core.plan import PlanFigures
+from preheat.core.step_profile import StepProfile
 from preheat.errors import RunError
 from preheat.files import read_record
 from preheat.report import (
@@ -27,6 +28,7 @@ from preheat.report import (
     nettest_page,
     page,
     plan_page,
+    profile_page,
     report_data,
     run_page,
     svg,
@@ -46,7 +48,7 @@ SMALL = {"peak_gib": 0.02, "tokens_per_second": 4000.0}
 
 def bench_row(name: str) -> dict[str, Any]:
     return {"name": name, "techniques": ["lora"], "failed": "", "fits": True, "mfu": 0.1, "changes": {"lora": ["c"]}, "predicted": SMALL, **SMALL, "speeds": [1.0, 2.0], "spread": [1.0, 2.0], "ratio": 1.0, "ratio_spread": [1.0, 1.0],
-            "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None, "notices": ["n"]}  # fmt: skip
+            "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None, "notices": ["n"], "finding": "f"}  # fmt: skip
 
 
 SIDE = {"loss": 4.3, "perplexity": 75.8, "perplexity_interval": [None, None], "rows": 1, "bytes": 5000, "tokens": 9, "prompt_tokens": 7, "first_token_seconds": 0.1, "decode_tokens_per_second": 10.0, "decode_interval": [9.0, 11.0]}  # fmt: skip
@@ -70,6 +72,17 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"path": "p", "bytes": 5000, "before": SIDE, "after": SIDE, "max_logit_difference": 0.1, "source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "notes": ["s"],
          "variants": [{"name": "int8", "method": "int8", "settings": {}, "what": "w", "bytes": 5000, "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "perplexity_rise_interval": [None, None],
                        "max_logit_difference": 0.1, "largest_logit": 1.0, "top_1_agreement": 1.0}]},
+    ),
+    "profile": (
+        lambda data: profile_page._page(read_record(StepProfile, data), "n"),
+        {"rank": 0, "ranks": 2, "device": "d", "first_step": 4, "steps": 2, "seconds": 1.0, "seconds_unprofiled": 0.9, "seconds_planned": 0.8,
+         "phases": [{"name": name, "seconds": 0.2, "share": 0.2, "planned": None} for name in ("data", "forward", "backward", "optimizer", "other")],
+         "gradients": {"name": "forward and backward", "seconds": 0.4, "share": 0.4, "planned": 0.3}, "kinds": [{"name": "matmul", "seconds": 1.0, "share": 1.0, "planned": 0.8}],
+         "operators": [{"name": "aten::mm", "kind": "matmul", "calls": 2.5, "seconds": 1.0, "share": 1.0}], "launch_bound": 0.1, "waiting_for_data": 0.2,
+         "transfers": [{"direction": "HtoD", "copies": 1.0, "bytes": 5e6, "seconds": 0.1}], "stores_scores": False,
+         "machine": {"seconds": 1.0, "own_cores": 1.0, "other_cores": 1.0, "cpus": 2, "threads": 1, "alone": False},
+         "findings": [{"part": "matmul", "seconds": 0.2, "text": "f"}, {"part": "data", "seconds": 0.1, "text": "g"}],
+         "memory": [{"phase": "gradients", "gib": 1.5, "planned_gib": 1.4}], "out_of_memory": [{"phase": "data", "gib": 1.5, "planned_gib": None}]},
     ),
     "data": (
         data_page._render_page,
