@@ -31,7 +31,7 @@ from preheat.data.row_account import LeftOut, RowAccount
 from preheat.data.rows.formats import Layout
 from preheat.data.sources import Source, compute_digest, open_source
 from preheat.data.split import Side, Split, hash_content, iterate_chunks
-from preheat.data.streaming import StreamRows, encode_all
+from preheat.data.streaming import StreamedSource, StreamRows, encode_all
 from preheat.data.tokenize_corpus import SIDES, Progress, Stream, choose_streams, copies_file, tokenize
 from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
 from preheat.data.vision_inputs import ImageProcessor
@@ -612,25 +612,30 @@ def _count_side(rows: Rows, documents: int) -> SideRecord:
 
 
 def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, seed: int) -> PreparedData:
-    """Checks the beginning of a streamed source, and leaves tokenizing and packing of the rest to training."""
-    # The recipe's checks allow only one source if it is streamed.
-    (source, *_), validation_source, packing = opened.sources, opened.validation, opened.packing
+    """Checks the beginning of streamed sources, and leaves tokenizing and packing of the rest to training."""
+    sources, validation_source, packing = opened.sources, opened.validation, opened.packing
     encoder, split, findings = encoding.encoder, encoding.split, encoding.findings
-    # `apply` counts the dropped rows in it and the loop the others: the sum is the number of rows read.
-    dropped = Counter[str]()
-    # Rows behind these are checked one by one as they are read (`StreamRows`).
-    beginning = list(split.apply(itertools.islice(source.read(), STREAM_LOOK), dropped, findings))
-    verdict = judge(findings.by_check, data.preflight, len(beginning) + sum(dropped.values()))
+    notes, account = list(opened.notes), RowAccount(0, 0, 0)
+    for source in sources:
+        # `apply` counts the dropped rows in it and the loop the others: the sum is the number of rows read.
+        dropped = Counter[str]()
+        # Rows behind these are checked one by one as they are read (`StreamRows`).
+        beginning = list(split.apply(itertools.islice(source.read(), STREAM_LOOK), dropped, findings))
+        own = _account_streamed_rows(beginning, dropped, encoder, length, packing)
+        if no_room := own.left_out.get(LeftOut.NO_ROOM):
+            notes.append(
+                f"{source.description}: {no_room:,} of the first {own.read:,} rows are left out, as are all rows whose "
+                "prompt leaves no room for an answer; raise batch.seq_len to train on them"
+            )
+        account += own
+    verdict = judge(findings.by_check, data.preflight, account.read)
     verdict.refuse()
-    account = _account_streamed_rows(beginning, dropped, encoder, length, packing)
-    notes = list(opened.notes)
-    if no_room := account.left_out.get(LeftOut.NO_ROOM):
-        notes.append(
-            f"{source.description}: {no_room:,} of the first {account.read:,} rows are left out, as are all rows whose "
-            "prompt leaves no room for an answer; raise batch.seq_len to train on them"
-        )
-    # Opened again by the process that reads it, so only settings are stored.
-    train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
+    # Opened again by the process that reads them, so only settings are stored.
+    streamed = tuple(
+        StreamedSource(part, source.layout, weight)
+        for (part, weight), source in zip(data.parts(), sources, strict=True)
+    )
+    train = StreamRows(streamed, split, encoder, length, packing, seed)
     tokens = (
         encode_all(iterate_chunks(Split().apply(validation_source.read(), Counter())), encoder)
         if validation_source
@@ -646,13 +651,13 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
         encoding.tokenizer,
         train,
         validation,
-        f"{source.description}, streamed",
+        f"{'; '.join(source.description for source in sources)}, streamed",
         {"validation": _count_side(validation, int(validation.examples_used().sum())), "beginning": account.record()},
         fingerprint,
-        source.layout,
-        source.layout.classes,
+        sources[0].layout,
+        sources[0].layout.classes,
         warnings=[*notes, *verdict.warnings],
-        streams=choose_streams([source], validation_source, split),
+        streams=choose_streams(sources, validation_source, split),
     )
 
 

@@ -148,9 +148,11 @@ def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command)
     train_tokenizer([(f"{n:032x}", text) for n, text in enumerate(texts)], vocabulary=300).save_pretrained(
         preheat.folder / "own"
     )
-    (preheat.folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name, some in (("rows", texts[:30]), ("more", texts[30:])):
+        (preheat.folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
     recipe = (preheat.folder / "r.yaml").read_text()
-    data = "data: {source: rows.jsonl, tokenizer: own, streaming: true, validation: 0.2}"
+    source = "[rows.jsonl, {source: more.jsonl, weight: 0.5}]"
+    data = f"data: {{source: {source}, tokenizer: own, streaming: true, validation: 0.2}}"
     (preheat.folder / "s.yaml").write_text(
         recipe.replace("data: {source: text, vocab_size: 300, validation: 0.2}", data)
     )
