@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -77,11 +77,15 @@ class StreamRows:
         skipped = Counter(itertools.islice(order, committed))
         streams = [self._read_source(source, skipped[n]) for n, source in enumerate(self.sources)]
         for number, source in enumerate(order, committed):
-            yield number, next(streams[source])
+            row = next(streams[source])
+            if len(streams) > 1:
+                row = row._replace(sources=np.full(self.length, source, np.int16))
+            yield number, row
 
     def held_out(self) -> Tokens:
         """Returns the tokens of the validation documents at the beginning of each source."""
         encoded: list[list[Encoded]] = []
+        ends = []
         for source in self.sources:
             first = itertools.islice(
                 # Bounds the wait for a small share, which may lack documents for 256 rows.
@@ -90,7 +94,8 @@ class StreamRows:
             )
             portions = iterate_chunks(d for d in first if d[0] == "validation")
             encoded += _encode(portions, self.encoder, enough=HELD_OUT * self.length)
-        return _join(encoded)
+            ends.append(sum(map(len, encoded)))
+        return replace(_join(encoded), source_ends=tuple(ends) if len(ends) > 1 else ())
 
     def _read_source(self, source: StreamedSource, committed: int) -> Iterator[RowData]:
         """Yields the rows of a source without end, epoch after epoch, from its own row `committed` on."""

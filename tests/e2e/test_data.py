@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from preheat.run.reader import Reader
+
 from ..unit.row_faults import GOOD, TALK, VARIANTS, lines
 from .conftest import Command, losses
 
@@ -161,6 +163,12 @@ def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command)
     whole = losses(preheat.folder / "whole")
     assert made["steps"] == 12
     assert made["validation_loss"] < 6
+    run = Reader(preheat.folder / "whole")
+    for line in run.metrics():
+        assert [*line.loss_by_source] == ["rows.jsonl", "more.jsonl"], "two of three sequences, and one"
+        assert min(line.loss_by_source.values()) <= line.loss <= max(line.loss_by_source.values())
+    assert run.evaluations()[-1].validation_loss_by_source["rows.jsonl"] < 6
+    assert "Loss by source" in (preheat.folder / "whole/report.html").read_text()
     shutil.copytree(preheat.folder / "whole", preheat.folder / "again")
     shutil.rmtree(preheat.folder / "again/checkpoints/step-12")
     preheat.here("train", "s.yaml", "--out", "again", "--resume")

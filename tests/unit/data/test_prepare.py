@@ -261,6 +261,20 @@ def test_streamed_mixtures_keep_their_shares_and_are_resumed_exactly(tmp_path, t
     stored = mixture(streaming=False)
     assert texts(made, made.validation) == texts(stored, stored.validation)
     assert not {*texts(made, made.validation)} & {made.tokenizer.decode(row) for row in expected}
+    # Texts begin with the name of their source.
+    assert made.sources == stored.sources == ("p.jsonl", "q.jsonl")
+    for rows in (made.validation, stored.validation, stored.train):
+        owners = [
+            made.sources[n] for n in np.searchsorted(rows.tokens.source_ends, range(len(rows.tokens.offsets)), "right")
+        ]
+        assert [text.split()[0] for text in texts(made, rows)] == [owner.removesuffix(".jsonl") for owner in owners]
+        assert {*owners} == {*made.sources}
+    own = mixture(streaming=False, validation=sources[1], source=(sources[0], sources[0]))
+    assert own.validation.tokens.source_ends == ()
+    assert own.sources == ("p.jsonl-1", "p.jsonl-2")
+    steps = batches(made.train, seed=3, committed=0, shape=lambda _: Shape(6, 16, 3))
+    assert [int(row[0]) for b in next(steps) for row in b.sources] == [0, 1, 0, 0, 1, 0]
+    assert next(batches(stored.train, seed=3, committed=0, shape=lambda _: Shape(6, 16, 3)))[0].sources.shape == (3, 16)
     assert made.counts["beginning"]["read"] == 140
     assert sources[1] in made.source
     assert made.fingerprint != mixture(source=listed[::-1]).fingerprint
