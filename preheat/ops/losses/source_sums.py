@@ -26,6 +26,7 @@ class SourceSums:
         labels: [count] int64, number of labels.
 
     Example:
+        >>> from preheat.ops.losses.cross_entropy import CrossEntropy
         >>> sums = SourceSums(2)
         >>> loss = sums.record(CrossEntropy())
         >>> _ = loss(torch.zeros(3, 4), torch.tensor([1, 2, -100]), torch.tensor([1, 1, 0]))
