@@ -73,6 +73,8 @@ class Batch:
         images: of all rows, if the model reads images; None: there is nothing for its vision tower to do.
         padding: [rows, length] bool, true at positions that belong to no document; None: no position does. Statistics
             over positions leave them out.
+        sources: [rows, length] int16, the number of the source of `data.source` that a token is from; None: there is
+            only one source, or they are unknown.
     """
 
     tokens: Tensor
@@ -87,6 +89,7 @@ class Batch:
     aligned: tuple[Tensor, ...] = ()
     images: Images | None = None
     padding: Tensor | None = None
+    sources: Tensor | None = None
 
 
 @dataclass

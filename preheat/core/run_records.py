@@ -781,6 +781,7 @@ class StepMetrics(Record):
         length: tokens in a sequence of this step.
         skipped_steps: with fp16 loss scaling, steps so far that changed no weight because gradients overflowed.
         loss_scale: with fp16 loss scaling, the scale after this step.
+        loss_by_source: of a mixture, the mean loss of the tokens of each source that has one in this step.
         scores: scores of the objective, such as accuracy; counters of techniques, such as recompilations; for mixtures
             of experts, expert_load, experts_idle, expert_loads and balance_loss (engine/moe_aux_loss.py).
     """
@@ -797,6 +798,7 @@ class StepMetrics(Record):
     length: Omitted[int | float] = None
     skipped_steps: Omitted[int | float] = None
     loss_scale: Omitted[float] = None
+    loss_by_source: Omitted[Mapping[str, float]] = None
     scores: Annotated[Mapping[str, float | Sequence[float]], INLINE] = field(default_factory=dict)
 
     @property
@@ -814,6 +816,7 @@ class EvaluationMetrics(Record):
         tokens: those that the validation loss is averaged over.
         scores: validation_<name> of the objective.
         tasks: task -> metric -> value.
+        validation_loss_by_source: of a mixture that is split into training and validation: source -> mean loss.
     """
 
     step: int
@@ -822,6 +825,7 @@ class EvaluationMetrics(Record):
     tokens: Omitted[int | float] = None
     scores: Annotated[Mapping[str, float], INLINE] = field(default_factory=dict)
     tasks: Omitted[Mapping[str, Mapping[str, float]]] = None
+    validation_loss_by_source: Omitted[Mapping[str, float]] = None
 
 
 # system.jsonl

@@ -84,7 +84,7 @@ class Data:
     """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs from it), a file or folder
     (.txt, .py, .jsonl, .json, .parquet, .csv), or a `datasets` name. Several as a list of these or of {source, weight,
     layout, columns, text, prompt, completion, subset, split, limit, text_files}: a weight of 2 reads its documents
-    twice per epoch, 0.5 reads half of them."""
+    twice per epoch, 0.5 reads half of them. With `streaming`, weights are shares of the sequences."""
     layout: Literal["auto", "text", "prompt", "alpaca", "sharegpt", "messages", "preference", "kto", "classes"] = "auto"
     """Format of a row: text; prompt (and completion); alpaca (instruction, input, output); sharegpt (conversations of
     from and value); messages (role and content, tool calls); preference (chosen, rejected); kto (an answer and

@@ -377,6 +377,7 @@ class LossSettings:
             run, while the scale is at least 1.
         scores: (the objective's metrics as sums, their weight) -> metrics that the run records.
         metrics: of the last gradients: sums over this device's rows.
+        sources: names of the sources whose losses are recorded by source; (): they are not.
     """
 
     scaling: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
@@ -384,6 +385,7 @@ class LossSettings:
     dynamic_scale: LossScaling | None = None
     scores: Callable[[Mapping[str, Tensor], float], JsonObject] = lambda metrics, weight: {}
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
 
 
 @dataclass

@@ -264,6 +264,8 @@ class _Pinnable(Batch):
             self.images = self.images.pin_memory()
         if self.padding is not None:
             self.padding = self.padding.pin_memory()
+        if self.sources is not None:
+            self.sources = self.sources.pin_memory()
         return self
 
 
@@ -284,6 +286,9 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     if any(row.padding is not None for row in rows):
         none: np.ndarray = np.zeros(tokens.shape[1], bool)
         batch.padding = torch.from_numpy(np.stack([none if row.padding is None else row.padding for row in rows]))
+    # Of a mixture every row has its sources.
+    if sources := [row.sources for row in rows if row.sources is not None]:
+        batch.sources = torch.from_numpy(np.stack(sources))
     return batch
 
 

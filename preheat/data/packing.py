@@ -38,6 +38,7 @@ class RowData(NamedTuple):
         images: images of the row, in order.
         eye: image processor; None for text-only models.
         padding: [length] bool, true at positions of no document; None: there are none.
+        sources: [length] int16, as in `preheat.core.Batch`, for this row.
     """
 
     tokens: np.ndarray
@@ -49,6 +50,7 @@ class RowData(NamedTuple):
     images: tuple[ImageRef, ...] = ()
     eye: ImageProcessor | None = None
     padding: np.ndarray | None = None
+    sources: np.ndarray | None = None
 
 
 class EvaluationRows(Protocol):
@@ -83,6 +85,7 @@ class Tokens:
         group: sequences per example, which are adjacent in a row: 2 if they are compared.
         images: images of the documents; None for text-only models.
         folder, side: place on disk, if stored: worker processes open the files instead of receiving a copy.
+        source_ends: number of sequences up to the end of each source of a mixture; (): one source, or unknown ones.
     """
 
     ids: np.ndarray
@@ -93,9 +96,10 @@ class Tokens:
     images: ImageTable | None = None
     folder: Path | None = None
     side: str = ""
+    source_ends: tuple[int, ...] = ()
 
     @classmethod
-    def open(cls, folder: Path, side: str, group: int = 1) -> Tokens:
+    def open(cls, folder: Path, side: str, group: int = 1, source_ends: tuple[int, ...] = ()) -> Tokens:
         """Opens tokens that `preparation` stored, mapped into memory."""
         # The suffix is the dtype: uint16 for at most 65,536 tokens, else uint32.
         file = next(folder.glob(f"{side}.uint*"))
@@ -109,6 +113,7 @@ class Tokens:
             ImageTable.open(folder, side),
             folder,
             side,
+            source_ends,
         )
 
     def unmap_pages(self) -> None:
@@ -123,8 +128,9 @@ class Tokens:
     def __reduce__(self) -> tuple[object, ...]:
         # Pickled as a path: a worker maps the same files instead of receiving gigabytes through a pipe.
         if self.folder is not None:
-            return Tokens.open, (self.folder, self.side, self.group)
-        return Tokens, (self.ids, self.offsets, self.loss_mask, self.labels, self.group, self.images)
+            return Tokens.open, (self.folder, self.side, self.group, self.source_ends)
+        arrays = (self.ids, self.offsets, self.loss_mask, self.labels)
+        return Tokens, (*arrays, self.group, self.images, None, "", self.source_ends)
 
     @functools.cached_property
     def examples(self) -> ExampleKind:
@@ -295,7 +301,15 @@ class Rows:
             raise IndexError(f"row {index} of {len(self)}")
         packed = self._stream_row(index) if self.packing == "stream" else self._read_whole_row(index)
         self.tokens.unmap_pages()
-        return packed
+        return packed._replace(sources=self._find_sources(index)) if self.tokens.source_ends else packed
+
+    def _find_sources(self, index: int) -> np.ndarray:
+        """Returns the source of each token of a row, [length] int16; 0 at padding, which has no label."""
+        sequences, sizes = self.contents(index)
+        numbers = np.searchsorted(self.tokens.source_ends, sequences, side="right")
+        sources: np.ndarray = np.zeros(self.length, np.int16)
+        sources[: sizes.sum()] = np.repeat(numbers, sizes)
+        return sources
 
     def _stream_row(self, index: int) -> RowData:
         start = index * self.length
@@ -403,6 +417,8 @@ def cut(
     )
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
     blank = np.concatenate([np.zeros(len(r.tokens), bool) if r.padding is None else r.padding for r in rows])[skip:]
+    mixed = [r.sources for r in rows if r.sources is not None]
+    sources = np.concatenate(mixed)[skip:] if mixed else None
     # Ends of documents, counted from the first token that is kept; those before it are at 0 or below.
     ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
     sequences = []
@@ -418,6 +434,9 @@ def cut(
             np.diff(bounds),
         )
         within = np.concatenate([blank[start:stop], np.ones(padding, bool)])
+        if sources is not None:
+            own = np.concatenate([sources[start:stop], np.zeros(padding, np.int16)])
+            sequence = sequence._replace(sources=own)
         sequences.append(sequence._replace(padding=within if within.any() else None))
     return sequences
 

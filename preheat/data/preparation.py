@@ -31,7 +31,7 @@ from preheat.data.row_account import LeftOut, RowAccount
 from preheat.data.rows.formats import Layout
 from preheat.data.sources import Source, compute_digest, open_source
 from preheat.data.split import Side, Split, hash_content, iterate_chunks
-from preheat.data.streaming import StreamRows, encode_all
+from preheat.data.streaming import StreamedSource, StreamRows, encode_all
 from preheat.data.tokenize_corpus import SIDES, Progress, Stream, choose_streams, copies_file, tokenize
 from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
 from preheat.data.vision_inputs import ImageProcessor
@@ -81,6 +81,7 @@ class PreparedData:
         warnings: warnings of the checks, one line each.
         blocked: errors of the checks, if `prepare` was called with `refuse=False`.
         streams: the sources, to read them again.
+        sources: a short name of each source of a mixture; () if there is only one source.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -94,6 +95,7 @@ class PreparedData:
     warnings: list[str] = field(default_factory=list)
     blocked: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
+    sources: tuple[str, ...] = ()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -228,6 +230,7 @@ def prepare(
         warnings=[*opened.notes, *verdict.warnings],
         blocked=verdict.blocked,
         streams=packed.streams,
+        sources=_name_sources(data),
     )
 
 
@@ -289,6 +292,18 @@ class _Packed:
         """Returns how often each row is in the tokens, [rows]; None without weights: once each."""
         file = self.folder / copies_file(side)
         return np.load(file) if file.exists() else None
+
+    def source_ends(self, side: Side) -> tuple[int, ...]:
+        """Returns the number of sequences of a side up to the end of each source, as in `Tokens`."""
+        mixed = [number for number, stream in enumerate(self.streams) if not stream.held]
+        # The rows of a side are stored source after source; those of a validation source are of none of the mixture.
+        if len(mixed) == 1 or (side == "validation" and len(mixed) < len(self.streams)):
+            return ()
+        copies = self.copies(side)
+        ends = np.cumsum([self.values["sources"][number]["sides"][side] for number in mixed])
+        if copies is not None:
+            ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(copies, dtype=np.int64)])[ends]
+        return tuple((ends * self.values["group"]).tolist())
 
 
 def _open_sources(
@@ -397,14 +412,15 @@ def _tokenize_and_pack(
 
     folder, content_entry = open_entry(root, entry_name, build)
     values = content_entry["values"]
-    rows: dict[Side, Rows] = {
-        side: Rows(Tokens.open(folder, side, values["group"]), length, opened.packing, encoder.pad, partial=partial)
-        if values["documents"][side]
-        else _build_empty_rows(length)
-        for side in SIDES
-    }
     findings = Findings(merge_findings(encoding.findings.by_check, values["found"]))
-    return _Packed(folder, values, content_entry["files"], streams, findings, rows)
+    packed = _Packed(folder, values, content_entry["files"], streams, findings, {})
+    for side in SIDES:
+        if values["documents"][side]:
+            tokens = Tokens.open(folder, side, values["group"], packed.source_ends(side))
+            packed.rows[side] = Rows(tokens, length, opened.packing, encoder.pad, partial=partial)
+        else:
+            packed.rows[side] = _build_empty_rows(length)
+    return packed
 
 
 def _check_rows(
@@ -612,25 +628,30 @@ def _count_side(rows: Rows, documents: int) -> SideRecord:
 
 
 def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, seed: int) -> PreparedData:
-    """Checks the beginning of a streamed source, and leaves tokenizing and packing of the rest to training."""
-    # The recipe's checks allow only one source if it is streamed.
-    (source, *_), validation_source, packing = opened.sources, opened.validation, opened.packing
+    """Checks the beginning of streamed sources, and leaves tokenizing and packing of the rest to training."""
+    sources, validation_source, packing = opened.sources, opened.validation, opened.packing
     encoder, split, findings = encoding.encoder, encoding.split, encoding.findings
-    # `apply` counts the dropped rows in it and the loop the others: the sum is the number of rows read.
-    dropped = Counter[str]()
-    # Rows behind these are checked one by one as they are read (`StreamRows`).
-    beginning = list(split.apply(itertools.islice(source.read(), STREAM_LOOK), dropped, findings))
-    verdict = judge(findings.by_check, data.preflight, len(beginning) + sum(dropped.values()))
+    notes, account = list(opened.notes), RowAccount(0, 0, 0)
+    for source in sources:
+        # `apply` counts the dropped rows in it and the loop the others: the sum is the number of rows read.
+        dropped = Counter[str]()
+        # Rows behind these are checked one by one as they are read (`StreamRows`).
+        beginning = list(split.apply(itertools.islice(source.read(), STREAM_LOOK), dropped, findings))
+        own = _account_streamed_rows(beginning, dropped, encoder, length, packing)
+        if no_room := own.left_out.get(LeftOut.NO_ROOM):
+            notes.append(
+                f"{source.description}: {no_room:,} of the first {own.read:,} rows are left out, as are all rows whose "
+                "prompt leaves no room for an answer; raise batch.seq_len to train on them"
+            )
+        account += own
+    verdict = judge(findings.by_check, data.preflight, account.read)
     verdict.refuse()
-    account = _account_streamed_rows(beginning, dropped, encoder, length, packing)
-    notes = list(opened.notes)
-    if no_room := account.left_out.get(LeftOut.NO_ROOM):
-        notes.append(
-            f"{source.description}: {no_room:,} of the first {account.read:,} rows are left out, as are all rows whose "
-            "prompt leaves no room for an answer; raise batch.seq_len to train on them"
-        )
-    # Opened again by the process that reads it, so only settings are stored.
-    train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
+    # Opened again by the process that reads them, so only settings are stored.
+    streamed = tuple(
+        StreamedSource(part, source.layout, weight)
+        for (part, weight), source in zip(data.parts(), sources, strict=True)
+    )
+    train = StreamRows(streamed, split, encoder, length, packing, seed)
     tokens = (
         encode_all(iterate_chunks(Split().apply(validation_source.read(), Counter())), encoder)
         if validation_source
@@ -646,14 +667,23 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
         encoding.tokenizer,
         train,
         validation,
-        f"{source.description}, streamed",
+        f"{'; '.join(source.description for source in sources)}, streamed",
         {"validation": _count_side(validation, int(validation.examples_used().sum())), "beginning": account.record()},
         fingerprint,
-        source.layout,
-        source.layout.classes,
+        sources[0].layout,
+        sources[0].layout.classes,
         warnings=[*notes, *verdict.warnings],
-        streams=choose_streams([source], validation_source, split),
+        streams=choose_streams(sources, validation_source, split),
+        sources=_name_sources(data),
     )
+
+
+def _name_sources(data: Data) -> tuple[str, ...]:
+    """Returns the last component of the name of each source of a mixture, with a number if it is not unique."""
+    names = [Path(str(part.source)).name or str(part.source) for part, _ in data.parts()]
+    if len(names) == 1:
+        return ()
+    return tuple(name if names.count(name) == 1 else f"{name}-{n}" for n, name in enumerate(names, 1))
 
 
 def _account_streamed_rows(

@@ -22,6 +22,7 @@ __all__ = [
     "measure",
     "iterate_losses",
     "set_eval_mode",
+    "sum_metrics",
     "sum_parts",
     "score_tokens",
 ]
@@ -92,17 +93,25 @@ class Measured(NamedTuple):
 
 def sum_parts(build: Build, losses: Iterable[LossSum]) -> Measured:
     """Combines the partial sums of an evaluation."""
-    total, weight, metrics = 0.0, 0, dict[str, Tensor]()
-    for part in losses:
-        # In Python's fp64, in the order of batches, which does not depend on the number of ranks.
+    parts = list(losses)
+    # In Python's fp64, in the order of batches, which does not depend on the number of ranks.
+    total, weight = 0.0, 0
+    for part in parts:
         total += float(part.total)
         weight += int(part.weight)
-        add_up(metrics, part.metrics)
     return (
-        Measured(total / weight, weight, build.loss.scores(metrics, weight))
+        Measured(total / weight, weight, build.loss.scores(sum_metrics(parts), weight))
         if weight
         else Measured(float("nan"), 0, {})
     )
+
+
+def sum_metrics(losses: Iterable[LossSum]) -> dict[str, Tensor]:
+    """Returns the sums of the metrics of some losses."""
+    metrics = dict[str, Tensor]()
+    for part in losses:
+        add_up(metrics, part.metrics)
+    return metrics
 
 
 def measure(build: Build, batches: Iterable[Batch]) -> Measured:

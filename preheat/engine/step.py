@@ -20,7 +20,8 @@ from preheat.models import hf
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.distributed.dtensor_utils import group_by_dtype, local, total_norm
 from preheat.ops.gradient_accumulation import accumulate
-from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, sum_full_loss
+from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, sum_chunked_loss, sum_full_loss
+from preheat.ops.losses.source_sums import SourceSums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,11 +35,16 @@ __all__ = [
     "flatten_result",
     "accumulate_gradients",
     "read_step_stats",
+    "record_sources",
+    "split_sources",
     "install_defaults",
     "transform",
     "unflatten_result",
     "update",
 ]
+
+SOURCE_LOSSES, SOURCE_LABELS = "source_losses", "source_labels"
+"""Metrics of a mixture, [sources]: sums of losses, and numbers of labels."""
 
 
 def transform(build: Build, batch: Batch) -> Batch:
@@ -73,7 +79,11 @@ def _compute_stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tu
 
         # An objective with several passes passes the row loss of each, and the model whose head it uses.
         def sum_over_logits(
-            hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: PreTrainedModel = part
+            hidden: Tensor,
+            *aligned: Tensor,
+            row_loss: RowLoss | None = None,
+            of: PreTrainedModel = part,
+            sums: SourceSums | None = None,
         ) -> Tensor:
             if row_loss is None:
                 owned: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
@@ -81,6 +91,8 @@ def _compute_stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tu
                 row_loss = owned if part.training else owned.measured
             if (cap := hf.softcap(of)) is not None:  # the model caps its logits, whatever the loss
                 row_loss = Softcapped(row_loss, cap)
+            if sums is not None:
+                row_loss = sums.record(row_loss)
             if build.loss.head_dtype is None:
                 return build.slot(Slot.OVER_LOGITS)(hidden, hf.head(of), row_loss, *aligned)
             # Autocast would cast the head's matmul back to half precision.
@@ -205,9 +217,41 @@ def _build_hidden(build: Build) -> Callable[[PreTrainedModel, Batch], Tensor]:
     return compute_hidden
 
 
-def _next_token_loss(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+def _next_token_loss(
+    build: Build, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
+) -> LossSum:
     """Next-token prediction on the trained labels: pretraining and supervised fine-tuning alike."""
-    return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
+    if not build.loss.sources or batch.sources is None:
+        return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
+    sums = SourceSums(len(build.loss.sources))
+    total = over_logits(hidden(batch), batch.labels, batch.sources, sums=sums)
+    return LossSum(total, batch.weight, {SOURCE_LOSSES: sums.losses, SOURCE_LABELS: sums.labels})
+
+
+def record_sources(build: Build, names: Sequence[str]) -> str:
+    """Makes the losses of a build include those of each source of a mixture, if its kernels give losses of single rows.
+
+    Returns:
+        Why they do not; "" if they do.
+    """
+    over_logits = build.slot(Slot.OVER_LOGITS)
+    owners = [build.owner(slot) for slot in (Slot.OBJECTIVE, Slot.OVER_LOGITS)]
+    if owners[0] != "plain":
+        return f"{owners[0]} trains on another objective than the next token"
+    if getattr(over_logits, "func", over_logits) not in (sum_full_loss, sum_chunked_loss):
+        return f"the kernel of {owners[1]} only gives the sum of the losses of all tokens"
+    if build.mesh.size(Axis.PIPELINE) > 1:
+        return "only the last device of a pipeline computes losses"
+    build.loss.sources = tuple(names)
+    return ""
+
+
+def split_sources(build: Build, metrics: Mapping[str, Tensor]) -> dict[str, float] | None:
+    """Returns the mean loss of each source with a label among the metrics of a loss; None if they have none."""
+    if SOURCE_LOSSES not in metrics:
+        return None
+    sums = zip(build.loss.sources, metrics[SOURCE_LOSSES].tolist(), metrics[SOURCE_LABELS].tolist(), strict=True)
+    return {name: loss / labels for name, loss, labels in sums if labels}
 
 
 def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float | Tensor) -> LossSum:
@@ -303,7 +347,7 @@ def install_defaults(build: Build) -> None:
         Slot.HIDDEN: _build_hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),
         Slot.OVER_LOGITS: sum_full_loss,
-        Slot.OBJECTIVE: _next_token_loss,
+        Slot.OBJECTIVE: functools.partial(_next_token_loss, build),
         Slot.FORWARD_BACKWARD: _forward_backward,
         Slot.CLIP: _clip,
         Slot.UPDATE: _update,

@@ -86,6 +86,7 @@ def _map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     )
     images = batch.images.each(change) if batch.images is not None else None
     padding = change(batch.padding) if batch.padding is not None else None
+    sources = change(batch.sources) if batch.sources is not None else None
     return replace(
         batch,
         tokens=tokens,
@@ -94,4 +95,5 @@ def _map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
         aligned=tuple(extras),
         images=images,
         padding=padding,
+        sources=sources,
     )

@@ -15,7 +15,8 @@ from preheat.data.packing import Tokens
 from preheat.data.rows.file_readers import TEXT, expand_path
 from preheat.data.sources import compute_digest
 from preheat.data.tokenizer import token_bytes
-from preheat.engine.evaluate import iterate_losses, score_tokens, sum_parts
+from preheat.engine.evaluate import iterate_losses, score_tokens, sum_metrics, sum_parts
+from preheat.engine.step import split_sources
 from preheat.errors import RecipeError
 from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
@@ -148,6 +149,7 @@ def measure_text(
         no_room=rows.no_room,
         unread_rows=left,
         alone=scores,
+        by_source=split_sources(build, sum_metrics(sums)),
     )
 
 

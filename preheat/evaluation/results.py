@@ -56,6 +56,7 @@ class Result:
         unread_rows: rows of a text that were not read.
         alone: metrics of which only the value is known, without an interval (e.g. aggregates of lm-eval).
         parts: the first metric by subset, or the metric that `preheat.evaluation.long_context` chooses.
+        by_source: of a mixture, the mean loss of each source. It is not stored.
     """
 
     metrics: Mapping[str, Metric]
@@ -67,6 +68,7 @@ class Result:
     unread_rows: int = 0
     alone: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[Part] = ()
+    by_source: Mapping[str, float] | None = None
 
 
 class ResultSet(NamedTuple):

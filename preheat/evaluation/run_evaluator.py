@@ -129,6 +129,7 @@ class RunEvaluator:
                 for name, result in tasks.items()
             }
             or None,
+            validation_loss_by_source=validation.by_source if validation else None,
         )
         writer.write_metric(line)
         results = ResultSet(texts, tasks)

@@ -27,7 +27,8 @@ NAMES: Mapping[str, str] = {
         "checkpoint.asynchronous": "async_mode async_save enable_async_checkpointing",
         "checkpoint.best": "load_best_model_at_end metric_for_best_model save_best_model monitor greater_is_better",
         "checkpoint.every": (
-            "save_steps save_interval checkpoint_interval ckpt_freq saves_per_epoch ckpt_every_steps save_every"
+            "save_steps save_interval checkpoint_interval ckpt_freq saves_per_epoch ckpt_every_steps save_every "
+            "save_strategy"
         ),
         "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints keep_last",
         "data.columns": "field_messages column_mapping message_property_mappings field_mapping",
@@ -60,7 +61,8 @@ NAMES: Mapping[str, str] = {
             "dataloader_num_workers num_workers preprocessing_num_workers dataset_processes dataset_num_proc"
         ),
         "evaluate.every": (
-            "eval_steps eval_interval evals_per_epoch eval_every val_interval val_every_steps run_val_every_n_steps"
+            "eval_steps eval_interval evals_per_epoch eval_every val_interval val_every_steps run_val_every_n_steps "
+            "eval_strategy evaluation_strategy"
         ),
         "evaluate.micro_batch_size": "per_device_eval_batch_size eval_batch_size",
         "evaluate.rows": "max_eval_samples max_iters eval_iters eval_samples limit_val_batches",
@@ -116,6 +118,7 @@ NAMES: Mapping[str, str] = {
         "stop.patience": "early_stopping_patience early_stopping",
         "stop.target_loss": "target_val_loss target_validation_loss target_eval_loss",
         "stop.tokens": "max_tokens train_tokens num_tokens total_tokens token_budget",
+        "tracking.folder": "logging_dir",
         "tracking.name": "wandb_name wandb_run_name swanlab_run_name trackio_name",
         "tracking.project": (
             "wandb_project swanlab_project mlflow_experiment_name trackio_project comet_project_name project_name"
@@ -175,8 +178,24 @@ _DEEPSPEED = (
     "DeepSpeed's configuration is made from the recipe, not read from a file: set parallel.engine: deepspeed and "
     "parallel.zero_stage: 1, 2 or 3"
 )
+_PUSH = "a run is pushed to the hub when it is exported: preheat export RUN --push OWNER/NAME, and --private"
+_LOGGING = "every step is logged, to metrics.jsonl in the run's folder and to the trackers of 'tracking.to'"
 _ELSEWHERE = {
     **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "deepspeed_plugin"), _DEEPSPEED),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH
+    ),
+    **dict.fromkeys(
+        (
+            "logging_steps",
+            "logging_strategy",
+            "logging_first_step",
+            "log_every_n_steps",
+            "log_interval",
+            "log_freq",
+        ),
+        _LOGGING,
+    ),
     **dict.fromkeys(("output_dir", "out_dir", "out", "dump_folder"), _FOLDER),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), _RESUME),
     **dict.fromkeys(

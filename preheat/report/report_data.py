@@ -197,6 +197,7 @@ class RunFigures:
 
     Attributes:
         setup: (label, value) of the recipe's main settings.
+        losses_by_source: of a mixture: source -> (step, training loss) of the steps that have a token of it.
         expert_loads: [step, load of each layer].
         not_finite: steps whose loss or gradient was not finite.
         usage: device-hours, energy and cost of all sessions so far; None if they are not recorded.
@@ -216,6 +217,7 @@ class RunFigures:
     measured: MeasuredFigures
     usage: Usage | None
     curves: Curves
+    losses_by_source: Mapping[str, Sequence[tuple[int, float]]]
     expert_loads: Sequence[tuple[int, Sequence[float]]]
     not_finite: Sequence[int]
     evaluations: Sequence[EvaluationMetrics]
@@ -263,6 +265,7 @@ def collect(path: str | Path) -> RunFigures:
         measured=measured,
         usage=usage,
         curves=Curves(**{name: [getattr(line, name) for line in metrics] for name in Curves.__dataclass_fields__}),
+        losses_by_source=_collect_losses_by_source(metrics),
         expert_loads=_collect_expert_loads(metrics),
         not_finite=[line.step for line in metrics if _is_not_finite(line)],
         evaluations=evaluations,
@@ -408,6 +411,14 @@ def _name_device(environment: Environment) -> str | None:
     parts = ((environment.processes, "process", "processes"), (environment.threads, "thread", "threads"))
     more = [f"{format_value(n)} {many if n != 1 else one}" for n, one, many in parts if n]
     return ", ".join([name, *more]) if name else None
+
+
+def _collect_losses_by_source(metrics: Sequence[StepMetrics]) -> dict[str, list[tuple[int, float]]]:
+    by_source: dict[str, list[tuple[int, float]]] = {}
+    for line in metrics:
+        for name, loss in (line.loss_by_source or {}).items():
+            by_source.setdefault(name, []).append((line.step, loss))
+    return by_source
 
 
 def _collect_expert_loads(metrics: Sequence[StepMetrics]) -> list[tuple[int, Sequence[float]]]:

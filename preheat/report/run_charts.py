@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from preheat.report import expert_heatmap, svg
 from preheat.report.formatting import (
@@ -15,11 +15,19 @@ from preheat.report.formatting import (
     format_percent,
     read_number,
 )
-from preheat.report.page import LegendEntry, figure
+from preheat.report.page import LegendEntry, figure, series_colour
 from preheat.report.report_data import Baselines, RunFigures
 from preheat.report.svg import Curve
 
-__all__ = ["CATEGORY_COLOURS", "list_categories", "draw_evaluations", "draw_losses", "draw_memory", "draw_over_time"]
+__all__ = [
+    "CATEGORY_COLOURS",
+    "draw_evaluations",
+    "draw_losses",
+    "draw_losses_by_source",
+    "draw_memory",
+    "draw_over_time",
+    "list_categories",
+]
 
 CATEGORY_COLOURS = {
     "parameters": "series-1",
@@ -32,6 +40,8 @@ CATEGORY_COLOURS = {
     "overhead": "series-6",
 }
 """Categories of memory in the order of drawing -> colour."""
+COLOURS_OF_SOURCES = 6
+"""Number of colours of `series_colour`."""
 
 
 def draw_losses(figures: RunFigures) -> str:
@@ -90,6 +100,44 @@ def draw_losses(figures: RunFigures) -> str:
         "loss", lambda name, size: svg.draw_curves(name, lines, caption, marks=figures.not_finite, size=size)
     )
     return figure("", caption, drawing, legend)
+
+
+def draw_losses_by_source(figures: RunFigures) -> list[str]:
+    """Draws the training and validation loss of each source of a mixture, each if recorded."""
+    validated: dict[str, list[tuple[int, float]]] = {}
+    for evaluation in figures.evaluations:
+        for name, loss in (evaluation.validation_loss_by_source or {}).items():
+            validated.setdefault(name, []).append((evaluation.step, loss))
+    # Sorted: a source is missing in the first steps if none of its tokens was in them.
+    names = sorted({*figures.losses_by_source, *validated})
+    drawn = [
+        _draw_sources("training", "Training loss", figures.losses_by_source, names, "line"),
+        _draw_sources("validation", "Validation loss", validated, names, "points"),
+    ]
+    return [drawing for drawing in drawn if drawing]
+
+
+def _draw_sources(
+    name: str, title: str, losses: Mapping[str, Sequence[tuple[int, float]]], names: Sequence[str], style: str
+) -> str:
+    """Draws a curve for each source, in the colours of their places in `names`."""
+    lines, last = [], []
+    # More curves than colours could not be told apart.
+    for n, source in enumerate(names[:COLOURS_OF_SOURCES]):
+        x, y = (svg.read_numbers([point[axis] for point in losses.get(source, ())]) for axis in (0, 1))
+        if not any(map(math.isfinite, y)):
+            continue
+        # As in `draw_losses`: a window of a twentieth of the run.
+        drawn = svg.smooth(y, len(y) // 40) if style == "line" else y
+        lines.append(Curve(source, x, drawn, series_colour(n), style))
+        last.append(f"{source} {format_loss(y[-1])} at step {x[-1]:,.0f}")
+    if not lines:
+        return ""
+    more = len(names) - COLOURS_OF_SOURCES
+    caption = f"{', '.join(last)}, in nats a token." + (f" {more} more sources are in report.json." if more > 0 else "")
+    legend = [LegendEntry(line.name, line.colour) for line in lines]
+    drawing = svg.draw_curves(f"{name}-loss-by-source", lines, f"{title} by source. {caption}")
+    return figure(title, caption, drawing, legend)
 
 
 def _collect_baselines(baseline: Baselines | None) -> list[tuple[str, float]]:

@@ -95,6 +95,7 @@ def render(figures: RunFigures) -> str:
     """Returns the page for the figures of `report_data.collect`; sections without records are left out."""
     sections = (
         ("loss", "Loss", run_charts.draw_losses(figures)),
+        ("loss-by-source", "Loss by source", two_columns(*run_charts.draw_losses_by_source(figures))),
         ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _render_evaluation(figures)),
         ("over-time", "Over the run", two_columns(*run_charts.draw_over_time(figures))),
         ("memory", "Memory, predicted and measured", _render_memory(figures)),

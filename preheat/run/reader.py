@@ -110,6 +110,7 @@ def read_metrics(line: bytes) -> StepMetrics | EvaluationMetrics:
             _read_number(values, "length"),
             _read_number(values, "skipped_steps"),
             _read_number(values, "loss_scale"),
+            _read_by_source(values.pop("loss_by_source", None)),
             _read_scores(values) if values else _NO_SCORES,
         )
     return EvaluationMetrics(
@@ -118,6 +119,7 @@ def read_metrics(line: bytes) -> StepMetrics | EvaluationMetrics:
         _read_real(values, "forgetting_loss"),
         _read_number(values, "tokens"),
         tasks=_read_tasks(values.pop("tasks", None)),
+        validation_loss_by_source=_read_by_source(values.pop("validation_loss_by_source", None)),
         scores={key: value for key, value in values.items() if _is_number(value)},
     )
 
@@ -162,6 +164,13 @@ def _read_scores(values: JsonObject) -> dict[str, float | Sequence[float]]:
     if loads is not None and not (isinstance(loads, Sequence) and all(map(_is_number, loads))):
         raise BadJson(f"expert_loads: {quote_value(loads, 40)}: no list of numbers")
     return {key: value for key, value in values.items() if _is_number(value) or (key == "expert_loads" and value)}
+
+
+def _read_by_source(losses: object) -> dict[str, float] | None:
+    if losses is None:
+        return None
+    values = _parse_object(losses)
+    return {name: value for name in [*values] if (value := _read_real(values, name)) is not None}
 
 
 def _read_tasks(tasks: object) -> dict[str, dict[str, float]] | None:

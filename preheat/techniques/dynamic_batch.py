@@ -99,7 +99,12 @@ def _join_batches(parts: Sequence[Batch]) -> Batch:
         padding = torch.cat(
             [torch.zeros_like(p.labels, dtype=torch.bool) if p.padding is None else p.padding for p in parts]
         )
-    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, desirable, padding=padding)
+    # Every part has them, or none.
+    mixed = [p.sources for p in parts if p.sources is not None]
+    sources = torch.cat(mixed) if mixed else None
+    return Batch(
+        tokens, labels, positions, mask, weight, rows, parts[0].group, desirable, padding=padding, sources=sources
+    )
 
 
 def _slice_rows(batch: Batch, first: int, end: int) -> Batch:
@@ -115,7 +120,10 @@ def _slice_rows(batch: Batch, first: int, end: int) -> Batch:
     weight = count_weight(labels, mask.documents, batch.group, desirable)
     tokens, positions, rows = batch.tokens[first:end], batch.positions[first:end], batch.rows[first:end]
     padding = batch.padding[first:end] if batch.padding is not None else None
-    return Batch(tokens, labels, positions, mask, weight, rows, batch.group, desirable, padding=padding)
+    sources = batch.sources[first:end] if batch.sources is not None else None
+    return Batch(
+        tokens, labels, positions, mask, weight, rows, batch.group, desirable, padding=padding, sources=sources
+    )
 
 
 def predict_peak(floor: float, peak: float, rows: int, more: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,9 +95,16 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
     }
 
 
+def _name_losses(by_source: Mapping[str, float] | None) -> dict[str, float]:
+    # MLflow allows no other characters in names, and a slash would be another level.
+    losses = finite_numbers(by_source or {})
+    return {"loss/" + re.sub(r"[^-. \w]", "_", name): loss for name, loss in losses.items()}
+
+
 def _collect_training(line: StepMetrics) -> dict[str, float]:
     figures = finite_numbers(to_plain_data(line))
     del figures["step"]
+    figures |= _name_losses(line.loss_by_source)
     # Trackers draw an axis per name: bytes could not be compared with GiB of the plan.
     if "memory" in figures:
         figures["memory_gib"] = figures.pop("memory") / 2**30
@@ -106,8 +114,9 @@ def _collect_training(line: StepMetrics) -> dict[str, float]:
 def _collect_evaluation(line: EvaluationMetrics) -> dict[str, float]:
     scores = {f"validation/{name.removeprefix('validation_')}": value for name, value in line.scores.items()}
     losses: dict[str, float | None] = {"validation/loss": line.validation_loss, "forgetting/loss": line.forgetting_loss}
+    by_source = {f"validation/{name}": value for name, value in _name_losses(line.validation_loss_by_source).items()}
     tasks = {f"tasks/{task}/{name}": value for task, of in (line.tasks or {}).items() for name, value in of.items()}
-    return finite_numbers({**losses, **scores, **tasks})
+    return finite_numbers({**losses, **by_source, **scores, **tasks})
 
 
 def _collect_figures(event: Event) -> dict[str, float]:

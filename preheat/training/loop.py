@@ -26,7 +26,7 @@ from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saved
 from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
-from preheat.engine.step import accumulate_gradients, read_step_stats, update
+from preheat.engine.step import accumulate_gradients, read_step_stats, split_sources, update
 from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.evaluation.best import Evaluated, Verdict, criterion_of, judge, scores_given, unknown_score
 from preheat.files import to_plain_data
@@ -507,6 +507,7 @@ class _Loop:
             length=shape.length,
             skipped_steps=self._skipped(),
             loss_scale=scale if scaling else None,
+            loss_by_source=split_sources(self.build, metrics),
             scores=self.build.loss.scores(metrics, weight) | self._drain_events(),
         )
         self.writer.write_metric(line)

@@ -18,6 +18,7 @@ from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build, find_peak_learning_rate, require_model
 from preheat.engine.device import resolve_device
+from preheat.engine.step import record_sources
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.best import criterion_of
 from preheat.evaluation.run_evaluator import RunEvaluator
@@ -155,6 +156,8 @@ class Session:
         )
         # Seeds dropout: different masks on each data-parallel rank, the same in every run.
         torch.manual_seed(self.recipe.seed * 65537 + new_build.mesh.index(*DATA))
+        if self.data.sources and (why := record_sources(new_build, self.data.sources)):
+            self.watch.notice(f"the loss by source of the data is not recorded: {why}")
         for kind in ("text_part", "dropout", "recurrent_kernels"):
             for change in new_build.changes.get(kind, ()):
                 self.watch.notice(change.what)

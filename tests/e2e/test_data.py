@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from preheat.run.reader import Reader
+
 from ..unit.row_faults import GOOD, TALK, VARIANTS, lines
 from .conftest import Command, losses
 
@@ -148,9 +150,11 @@ def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command)
     train_tokenizer([(f"{n:032x}", text) for n, text in enumerate(texts)], vocabulary=300).save_pretrained(
         preheat.folder / "own"
     )
-    (preheat.folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name, some in (("rows", texts[:30]), ("more", texts[30:])):
+        (preheat.folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
     recipe = (preheat.folder / "r.yaml").read_text()
-    data = "data: {source: rows.jsonl, tokenizer: own, streaming: true, validation: 0.2}"
+    source = "[rows.jsonl, {source: more.jsonl, weight: 0.5}]"
+    data = f"data: {{source: {source}, tokenizer: own, streaming: true, validation: 0.2}}"
     (preheat.folder / "s.yaml").write_text(
         recipe.replace("data: {source: text, vocab_size: 300, validation: 0.2}", data)
     )
@@ -159,6 +163,12 @@ def test_streamed_rows_are_trained_planned_and_resumed_exactly(preheat: Command)
     whole = losses(preheat.folder / "whole")
     assert made["steps"] == 12
     assert made["validation_loss"] < 6
+    run = Reader(preheat.folder / "whole")
+    for line in run.metrics():
+        assert [*line.loss_by_source] == ["rows.jsonl", "more.jsonl"], "two of three sequences, and one"
+        assert min(line.loss_by_source.values()) <= line.loss <= max(line.loss_by_source.values())
+    assert run.evaluations()[-1].validation_loss_by_source["rows.jsonl"] < 6
+    assert "Loss by source" in (preheat.folder / "whole/report.html").read_text()
     shutil.copytree(preheat.folder / "whole", preheat.folder / "again")
     shutil.rmtree(preheat.folder / "again/checkpoints/step-12")
     preheat.here("train", "s.yaml", "--out", "again", "--resume")

@@ -23,9 +23,9 @@ from .conftest import RECIPE, Command, losses, write_text
 
 TRACKERS = ("mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 TRACKED = (
-    RECIPE.replace("stop: {max_steps: 12}", "stop: {max_steps: 8}").replace(
-        "checkpoint: {every: 5}", "checkpoint: {every: 3}"
-    )
+    RECIPE.replace("stop: {max_steps: 12}", "stop: {max_steps: 8}")
+    .replace("checkpoint: {every: 5}", "checkpoint: {every: 3}")
+    .replace("source: text", "source: [text, more (1).txt]")
     + "evaluate: {every: 4}\nsample: {prompts: [the quick], max_new_tokens: 4}\n"
     + "tracking: {to: [mlflow, swanlab, tensorboard, trackio, wandb], project: tests, tags: [small], folder: local}\n"
 )
@@ -36,6 +36,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Command:
     """A run of eight steps that was interrupted after three and resumed, and was sent to all trackers."""
     folder = tmp_path_factory.mktemp("tracked")
     write_text(folder)
+    (folder / "more (1).txt").write_text("\n\n".join(f"the {n} of {n * n}" for n in range(400)))
     (folder / "r.yaml").write_text(TRACKED)
     command = Command(folder, cache)
     command.environment |= {"HOME": str(folder), "WANDB_MODE": "offline"}
@@ -59,6 +60,12 @@ def test_a_tracker_has_each_metric_parameter_and_prediction_after_a_resume(track
         assert series[f"train/{key}"] == pytest.approx({line.step: getattr(line, key) for line in lines}, rel=1e-6), key
     evaluations = {e.step: e.validation_loss for e in run.evaluations()}
     assert series["validation/loss"] == pytest.approx(evaluations, rel=1e-6)
+    for source, name in (("text", "text"), ("more (1).txt", "more _1_.txt")):
+        by_source = {line.step: line.loss_by_source[source] for line in lines if source in line.loss_by_source}
+        assert series[f"train/loss/{name}"] == pytest.approx(by_source, rel=1e-6)
+    # The other source is a single document, which is not held out.
+    by_source = {e.step: e.validation_loss_by_source["text"] for e in run.evaluations()}
+    assert series["validation/loss/text"] == pytest.approx(by_source, rel=1e-6)
     plan = run.plan
     assert plan is not None
     for key, value in plan.predicted.known().items():
@@ -72,7 +79,7 @@ def test_a_tracker_has_each_metric_parameter_and_prediction_after_a_resume(track
     (cost,) = list(series["measured/cost"].values())[-1:]
     assert cost == pytest.approx(usage.cost, rel=1e-6)
     assert float(parameters["batch.size"]) == 4
-    assert parameters["data.source"].endswith("text")
+    assert parameters["data.source"].endswith("more (1).txt']")
 
 
 BROKEN = """

@@ -68,8 +68,8 @@ def find_row_length(mask: MaskSpec) -> int:
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
-    """Returns a rank's shard of each row (tokens, labels, positions and padding); mask and weight stay those of full
-    rows.
+    """Returns a rank's shard of each row (tokens, labels, positions, padding, sources); mask and weight stay those of
+    full rows.
 
     Rows that do not split evenly are padded: unlabelled positions at the end of the last document, which no earlier
     token attends to.
@@ -81,6 +81,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     documents = batch.mask.documents or ((length,),) * rows
     more = pad_length(length, degree, zigzag=zigzag) - length
     tokens, labels, positions, padding = batch.tokens, batch.labels, batch.positions, batch.padding
+    sources = batch.sources
     if more:
         if not batch.mask.causal:
             raise ValueError(
@@ -93,12 +94,16 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
         padding = labels.new_zeros((rows, length), dtype=torch.bool) if padding is None else padding
         padding = torch.cat([padding, padding.new_ones((rows, more))], dim=1)
+        sources = torch.cat([sources, sources.new_zeros((rows, more))], dim=1) if sources is not None else None
     # One index for all of them: with zigzag a shard is not contiguous.
     places = to_device(local_positions(length + more, degree, rank, zigzag=zigzag), tokens.device)
     tokens, labels, positions = (t.index_select(1, places) for t in (tokens, labels, positions))
     padding = padding.index_select(1, places) if padding is not None else None
+    sources = sources.index_select(1, places) if sources is not None else None
     mask = replace(batch.mask, documents=documents)
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, padding=padding)
+    return replace(
+        batch, tokens=tokens, labels=labels, positions=positions, mask=mask, padding=padding, sources=sources
+    )
 
 
 def wait_for_collective(t: Tensor) -> Tensor:

@@ -87,7 +87,14 @@ def pad_micro_batches(batches: Sequence[Batch], count: int) -> list[Batch]:
         real = batch.padding if batch.padding is not None else torch.zeros_like(batch.labels, dtype=torch.bool)
         padding = torch.cat([real, real.new_ones((missing, real.shape[1]))])
         return replace(
-            batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight, padding=padding
+            batch,
+            tokens=tokens,
+            labels=labels,
+            positions=positions,
+            mask=mask,
+            weight=weight,
+            padding=padding,
+            sources=None,  # the loss by source is not recorded with pipelines
         )
 
     padded = [pad_batch(batch, batch.weight) for batch in batches]

@@ -78,9 +78,10 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "of a later version", "step": 6, "values": [1, {"a": None}]},
 ]  # fmt: skip
 METRICS: list[dict[str, Any]] = [
-    {"step": 0, "validation_loss": 3.5, "forgetting_loss": 2.5, "tokens": 99, "validation_accuracy": 0.5, "tasks": {"t": {"acc": 0.5}}},
+    {"step": 0, "validation_loss": 3.5, "forgetting_loss": 2.5, "tokens": 99, "validation_accuracy": 0.5, "tasks": {"t": {"acc": 0.5}},
+     "validation_loss_by_source": {"a.txt": 3.5}},
     {"step": 1, "tokens": 64, "loss": None, "lr": 0.004, "gradient_norm": None, "seconds": 0.5, "tokens_per_second": 128.0,
-     "memory": 4096, "elapsed": 0.5, "length": 32, "skipped_steps": 1, "loss_scale": 512.0, "accuracy": 0.5, "expert_load": 1.5,
+     "memory": 4096, "elapsed": 0.5, "length": 32, "skipped_steps": 1, "loss_scale": 512.0, "loss_by_source": {"a.txt": 2.5}, "accuracy": 0.5, "expert_load": 1.5,
      "expert_loads": [1.5, 1.25], "recompilations": 2},
 ]  # fmt: skip
 
@@ -154,6 +155,8 @@ def test_a_damaged_event_is_left_out_and_named(line: Any, tmp_path: Path) -> Non
         *({"step": 1, "loss": loss} for loss in ("x", True, [], 2**63)),
         {"step": 1, "loss": 1.0, "expert_loads": [None]},
         {"step": 1, "validation_loss": "x"},
+        {"step": 1, "loss": 1.0, "loss_by_source": [1.0]},
+        {"step": 1, "validation_loss_by_source": {"a": "x"}},
         {"step": 1, "tasks": {"t": 3}},
         {"step": 1, "tasks": {"t": {"acc": "x"}}},
         3,

@@ -103,6 +103,21 @@ def test_padding_stays_marked_in_rows_cut_to_other_lengths():
     assert 0 < np.sum(blank) == len(pieces) * 32 - rows.tokens_total
 
 
+@pytest.mark.parametrize(("packing", "partial"), [("stream", False), ("stream", True), ("whole", False)])
+def test_every_token_keeps_its_source(packing, partial):
+    # Tokens of three sources, the second of which has no document: 1, 2, 3, ... and then 101, 102, 103, ...
+    sizes = np.array([5, 30, 9, 14, 3, 41])
+    ids = np.concatenate([np.arange(1, 45), np.arange(101, 159)]).astype(np.uint16)
+    rows = Rows(Tokens(ids, np.cumsum(sizes), source_ends=(3, 3, 6)), 44, packing, partial=partial)
+    rows = pickle.loads(pickle.dumps(rows))
+    read = [rows.row(n) for n in range(len(rows))]
+    for row in [*read, *cut(read, 10), *cut(read, 10, skip=3)]:
+        assert row.sources.dtype == np.int16
+        expected = np.where(row.tokens > 100, 2, 0)
+        assert np.array_equal(row.sources, expected), "0 at padding too"
+    assert Rows(Tokens(ids, np.cumsum(sizes)), 44, packing).row(0).sources is None
+
+
 def test_a_class_is_the_label_of_the_last_place():
     tokens = Tokens(np.arange(1, 13), np.array([3, 12]), labels=np.array([7, 0]))
     rows = Rows(tokens, 6, "whole")

@@ -1,5 +1,6 @@
 """From files to rows: sources, the split, the tokenizer, the cache, and one clear line for each kind of bad data."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from preheat.data.cache import read_entry
 from preheat.data.document import Document
 from preheat.data.rows.file_readers import CUT_AT_ANY_LINE, read_file
 from preheat.data.sources import open_source
+from preheat.data.streaming import interleave
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
 from preheat.recipe import Data, parse
@@ -223,6 +225,86 @@ def test_streamed_rows_are_resumed_exactly_and_leave_validation_out(tmp_path, to
     assert (made.validation.tokens.ids == plain.validation.tokens.ids).all()
     with pytest.raises(RecipeError, match=r"stop\.epochs: a streamed source has no known length"):
         parse(f"data: {{source: {source}, streaming: true}}\nstop: {{epochs: 1}}")
+
+
+def test_streamed_mixtures_keep_their_shares_and_are_resumed_exactly(tmp_path, tokenizer):
+    sources = [
+        write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {t}"} for t in LINES[:n]])
+        for name, n in (("p", 120), ("q", 20))
+    ]
+    listed = tuple({"source": source, "weight": weight} for source, weight in zip(sources, (1, 0.5), strict=True))
+
+    def mixture(**settings):
+        data = Data(**{"source": listed, "validation": 0.2, "streaming": True, **settings})
+        return prepare(data, length=16, seed=3, tokenizer=tokenizer, cache=tmp_path / "cache")
+
+    def take(made, committed, count, workers=0, rank=(0, 1)):
+        steps = batches(
+            made.train, seed=3, committed=committed, shape=lambda _: Shape(6, 16, 3), workers=workers, share=rank
+        )
+        found = [[row for b in next(steps) for row in b.tokens.tolist()] for _ in range(count)]
+        steps.close()
+        return found
+
+    made = mixture()
+    # Rows of each source alone: the small one, at its end, begins again while the large one is still read.
+    alone = [replace(made.train, sources=(source,)).read() for source in made.train.sources]
+    expected = [next(alone[n % 3 == 1])[1].tokens.tolist() for n in range(60 * 6)]
+    whole = take(made, 0, 60)
+    assert [row for step in whole for row in step] == expected
+    of_small = expected[1::3]
+    assert len({tuple(row) for row in of_small}) < len(of_small) / 2, "it was read more than twice"
+    assert take(made, 7 * 6, 20) == take(made, 7 * 6, 20, workers=1) == whole[7:27]
+    by_rank = [take(made, 0, 9, rank=(n, 2)) for n in range(2)]
+    assert [a + b for a, b in zip(*by_rank, strict=True)] == whole[:9]
+    # Validation rows come from all sources, each document once whatever its weight, and are not trained on.
+    stored = mixture(streaming=False)
+    assert texts(made, made.validation) == texts(stored, stored.validation)
+    assert not {*texts(made, made.validation)} & {made.tokenizer.decode(row) for row in expected}
+    # Texts begin with the name of their source.
+    assert made.sources == stored.sources == ("p.jsonl", "q.jsonl")
+    for rows in (made.validation, stored.validation, stored.train):
+        owners = [
+            made.sources[n] for n in np.searchsorted(rows.tokens.source_ends, range(len(rows.tokens.offsets)), "right")
+        ]
+        assert [text.split()[0] for text in texts(made, rows)] == [owner.removesuffix(".jsonl") for owner in owners]
+        assert {*owners} == {*made.sources}
+    own = mixture(streaming=False, validation=sources[1], source=(sources[0], sources[0]))
+    assert own.validation.tokens.source_ends == ()
+    assert own.sources == ("p.jsonl-1", "p.jsonl-2")
+    steps = batches(made.train, seed=3, committed=0, shape=lambda _: Shape(6, 16, 3))
+    assert [int(row[0]) for b in next(steps) for row in b.sources] == [0, 1, 0, 0, 1, 0]
+    assert next(batches(stored.train, seed=3, committed=0, shape=lambda _: Shape(6, 16, 3)))[0].sources.shape == (3, 16)
+    assert made.counts["beginning"]["read"] == 140
+    assert sources[1] in made.source
+    assert made.fingerprint != mixture(source=listed[::-1]).fingerprint
+
+
+def test_interleaved_sources_are_never_a_sample_away_from_their_shares():
+    weights = [0.7, 0.2, 0.05, 0.05]
+    counts = np.zeros(4)
+    for number, source in enumerate(itertools.islice(interleave(weights), 5000), 1):
+        counts[source] += 1
+        assert (abs(counts - number * np.array(weights)) < 1 + 1e-9).all()
+
+
+def test_bad_streamed_mixtures_are_one_clear_line(tmp_path, tokenizer):
+    plain, other = write(tmp_path / "a.jsonl", [{"text": t} for t in LINES]), tmp_path / "b.jsonl"
+    for rows, error in (
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"data\.source\.1: .*b\.jsonl.* these cannot be mixed"),
+        ([{"text": "a"}, {"txt": "b"}], r"b\.jsonl:2: no field 'text'"),
+    ):
+        write(other, rows)
+        with pytest.raises(DataError, match=error):
+            prepare(Data(source=(plain, str(other)), streaming=True), length=16, seed=0, tokenizer=tokenizer)
+    write(other, [{"text": "a"}])
+    made = prepare(Data(source=(plain, str(other)), streaming=True), length=16, seed=0, tokenizer=tokenizer)
+    with pytest.raises(
+        DataError, match=r"data\.source .*b\.jsonl: the training documents do not fill one sequence of 16"
+    ):
+        next(batches(made.train, seed=0, committed=0, shape=lambda _: Shape(6, 16, 3)))
+    with pytest.raises(RecipeError, match=r"data\.source\.1\.weight: must be a number above 0 .* got 0"):
+        parse(f"data: {{source: [{plain}, {{source: {other}, weight: 0}}], streaming: true}}\nstop: {{max_steps: 1}}")
 
 
 # --- cache ----------------------------------------------------------------------------------------------------------

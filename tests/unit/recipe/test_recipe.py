@@ -193,6 +193,31 @@ def test_each_short_name_leads_to_a_field_and_is_none_itself() -> None:
         assert short not in fields, short
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("hub_model_id", "a run is pushed to the hub when it is exported: preheat export RUN --push OWNER/NAME"),
+        ("push_to_hub", "a run is pushed to the hub when it is exported: preheat export RUN --push OWNER/NAME"),
+        ("logging_steps", "every step is logged"),
+        ("save_total_limit", "here it is 'checkpoint.keep'"),
+        ("save_strategy", "here it is 'checkpoint.every'"),
+        ("metric_for_best_model", "here it is 'checkpoint.best'"),
+        ("load_best_model_at_end", "here it is 'checkpoint.best'"),
+        ("early_stopping_patience", "here it is 'stop.patience'"),
+        ("report_to", "here it is 'tracking.to'"),
+    ],
+)
+def test_a_key_of_transformers_leads_to_ours_wherever_it_is_written(key: str, hint: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(f"'{key}'; {hint}")):
+        parse(f"{BASE}{key}: 1")
+    # The section that it belongs to, and another one.
+    for section in ("checkpoint", "optimizer"):
+        with pytest.raises(RecipeError, match=re.escape(f"'{section}.{key}'; {hint}")):
+            parse(f"{BASE}{section}: {{{key}: 1}}")
+    with pytest.raises(RecipeError, match=re.escape(hint)):
+        load("demo", [f"{key}=1"])
+
+
 def test_a_value_of_another_trainer_is_read_as_ours() -> None:
     recipe = parse("stop: {max_steps: 1}\ntechniques: {preference: {loss: apo_zero_unpaired}}")
     assert recipe.techniques["preference"].loss == "apo_zero"  # type: ignore[attr-defined]
