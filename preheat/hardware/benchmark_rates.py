@@ -745,7 +745,7 @@ def _measure_in_process(
 
     limit_to_free_memory(device)
     require_storable(calibration_path(device.name, torch.__version__, threads))
-    command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()"]
+    command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _run_child; _run_child()"]
     measured: Rates | None = None
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     # A file for its stderr: a full pipe that is read only after the progress would block the child.
