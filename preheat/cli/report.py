@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.output import say
 
 __all__ = ["report"]
@@ -14,7 +14,8 @@ __all__ = ["report"]
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs: finished, running, stopped or failed.", show_default=False)
+        list[str],
+        typer.Argument(help="Folders or URLs of runs: finished, running, stopped or failed.", show_default=False),
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -24,13 +25,11 @@ def report(
     """
     from preheat.report import write
 
-    written = [(run, write(run)) for run in runs]
+    written = [(run, write(find_local_folder(run))) for run in runs]
     if json:
         from json import dumps
 
-        rows = [
-            {"run": str(run), "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written
-        ]
+        rows = [{"run": run, "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written]
         say(dumps({"reports": rows}))
         return
     for _, page in written:
