@@ -300,12 +300,6 @@ class RemoteCopy:
         """Downloads the folder of a manifest, unless the local one is as new."""
         if self._is_current(manifest):
             return
-        if self.folder.exists():
-            number = 1
-            while (aside := self.folder.with_name(f"{self.folder.name}.aside-{number}")).exists():
-                number += 1
-            self.folder.rename(aside)
-            say(f"{self.url}: was written elsewhere since; the former local copy is now {aside}")
         size = sum(file.bytes for file in manifest.files.values())
         say(f"{self.url}: downloading {len(manifest.files)} files ({size / 2**20:,.1f} MiB) into {self.folder}")
         partial = self.folder.with_name(f"{self.folder.name}.writing")
@@ -314,17 +308,36 @@ class RemoteCopy:
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 # list: so that the first error is raised here.
                 list(pool.map(lambda item: self._download(item[0], item[1], partial), manifest.files.items()))
+            self._make_way(say)
             partial.rename(self.folder)
-            fetched = (manifest.writer, manifest.revision)
-            self._write_state(replace(self._read_state(), folder=str(self.folder), fetched=fetched))
+            self._write_state(_State(str(self.folder), fetched=(manifest.writer, manifest.revision)))
         except OSError as error:
             raise self._unwritable(error) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
+    def _make_way(self, say: Say) -> None:
+        """Removes a local folder that was only downloaded, and renames one that a session of this machine wrote."""
+        state = self._read_state()
+        if not self.folder.exists():
+            return
+        if not state.writers and state.fetched[0]:
+            shutil.rmtree(self.folder)
+            return
+        number = 1
+        while (aside := self.folder.with_name(f"{self.folder.name}.aside-{number}")).exists():
+            number += 1
+        self.folder.rename(aside)
+        say(f"{self.url}: was written elsewhere since; the former local copy is now {aside}")
+
     def _download(self, path: str, entry: RemoteFile, folder: Path) -> None:
-        file = folder / path
+        file, former = folder / path, self.folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Of a run that goes on, most files of an earlier download are the same.
+        same = former.is_file() and former.stat().st_size == entry.bytes and _compute_sha256(former) == entry.sha256
+        if same:
+            _link_or_copy(former, file, path)
+            return
         self.remote.download(entry.object, file)
         if file.stat().st_size != entry.bytes or _compute_sha256(file) != entry.sha256:
             raise self._altered(path)
@@ -356,19 +369,18 @@ class RemoteCopy:
         has_run = (self.folder / "recipe.yaml").exists()
         try:
             manifest = self.check(resume=resume, say=say)
-            if manifest is not None and manifest.files:
-                if not download and not self._is_current(manifest):
-                    raise RunError(
-                        f"{self.url}: holds {_article(manifest.kind)} that was written from elsewhere; name another "
-                        "folder"
-                    )
-                self._update(manifest, say)
         except Unreachable as error:
             if not (resume and has_run and state.writers):
                 raise
             say(f"{error}; the run resumes from {self.folder}")
             self._write_state(session)
             return
+        if manifest is not None and manifest.files:
+            if not download and not self._is_current(manifest):
+                raise RunError(
+                    f"{self.url}: holds {_article(manifest.kind)} that was written from elsewhere; name another folder"
+                )
+            self._update(manifest, say)
         # The state first: a process that ends between the two is still known as a writer of this machine.
         self._write_state(replace(session, fetched=self._read_state().fetched))
         self._replace_manifest(session.writers[-1], manifest, dict(manifest.files) if manifest else {}, active=True)
@@ -398,6 +410,9 @@ class RemoteCopy:
             )
         if manifest is not None and manifest.active and manifest.writer not in self._read_state().writers:
             self._require_silence(manifest, say)
+            # It may have ended meanwhile, and sent the rest before.
+            if self.read_manifest() != manifest:
+                return self.check(resume=resume, say=say)
         return manifest
 
     def _require_silence(self, manifest: Manifest, say: Say) -> None:

@@ -330,6 +330,7 @@ def test_readers_find_the_last_complete_state_after_a_broken_upload(
     sender.send(active=False)
     fetched = two.copy("s3://bucket/broken/a").fetch(two.said.append)
     assert contents(fetched) == contents(run)
+    assert not list(two.cache.rglob("*.aside-*"))
     assert set(contents(fetched)) == {
         path.removeprefix("bucket/broken/a/")
         for path in server.fs.find("bucket/broken/a")
