@@ -90,16 +90,17 @@ class _Uploader:
     def _read(self) -> None:
         """Passes on what the process says, and its error if it fails; ends with it."""
         assert self._process.stdout is not None, "the process was started with a pipe"
-        for line in self._process.stdout:
-            message = shorten(line.strip(), 500)
-            self._watch.notice(message)
-            if (self._copy.folder / "recipe.yaml").exists():
-                # A full disk ends the run when it writes there itself.
-                with contextlib.suppress(OSError):
-                    append_event(self._copy.folder, Notice(message=message))
+        with self._process.stdout as lines:
+            for line in lines:
+                message = shorten(line.strip(), 500)
+                self._watch.notice(message)
+                if (self._copy.folder / "recipe.yaml").exists():
+                    # A full disk ends the run when it writes there itself.
+                    with contextlib.suppress(OSError):
+                        append_event(self._copy.folder, Notice(message=message))
         if self._process.wait() and (self._copy.folder / "recipe.yaml").exists():
-            lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            reason = lines[-1].removeprefix("error: ") if lines else f"exit code {self._process.returncode}"
+            errors = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reason = errors[-1].removeprefix("error: ") if errors else f"exit code {self._process.returncode}"
             self._watch.alarm(
                 f"not everything was uploaded ({shorten(reason, 300)}); send the rest with: preheat upload "
                 f"{self._copy.folder} {self._copy.url}"
