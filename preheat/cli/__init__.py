@@ -33,6 +33,7 @@ from preheat.cli import (
     track,
     train,
     try_,
+    upload,
 )
 from preheat.cli.bytecode import keep_bytecode
 from preheat.cli.options import unused
@@ -92,6 +93,7 @@ app.command("train", cls=unused.Command)(add_trust_option(train.train))
 app.command("bench", cls=unused.Command)(add_trust_option(bench.bench))
 app.command("report")(report.report)
 app.command("track")(track.track)
+app.command("upload")(upload.upload)
 app.command("eval", cls=unused.Command)(add_trust_option(evaluate.evaluate))
 app.command("generate", cls=unused.Command)(add_trust_option(generate.generate))
 app.command("chat", cls=unused.Command)(add_trust_option(chat.chat))

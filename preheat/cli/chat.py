@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.options import generation
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Base, Checkpoint
 from preheat.cli.views.output import say, write_text
 from preheat.files import to_json
@@ -67,7 +68,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         stop=tuple(stop or ()),
     )
-    opened = load_model(model, checkpoint=checkpoint, base=base)
+    opened = load_model(find_local_folder(model), checkpoint=checkpoint, base=base)
     layout, source = generation.choose_template(opened, model, template, True)
     assert layout is not None
     generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Checkpoint, Json
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def compress(
     from preheat.models.image_classifiers import is_classifier
     from preheat.report.compress_page import write_compress
 
-    model = str(at_checkpoint(Path(model), checkpoint))
+    model = str(at_checkpoint(Path(find_local_folder(model)), checkpoint))
     classifies_images = is_classifier(Path(model))
     if classifies_images and (recipe is None or data is None):
         raise RecipeError(

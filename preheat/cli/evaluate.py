@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Base, Checkpoint, Json
 from preheat.cli.views.long_context_table import build_grids
 from preheat.core.json_types import JsonObject
@@ -112,6 +113,7 @@ def evaluate(
     # Emptied here, since each task appends its rows.
     if samples is not None:
         _create_samples_file(samples)
+    model = [find_local_folder(path) for path in model]
     for path in model:
         require_model(path)
     model = _at_checkpoint(model, checkpoint)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Base, Checkpoint, Json
+from preheat.cli.views.output import say
 from preheat.core.export import ExportResult
 from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError, RunError
+from preheat.storage import StorageError, is_url, require_scheme
 
 if TYPE_CHECKING:
     from preheat.compress.export.hub import Push
@@ -23,10 +28,11 @@ To = Literal["hf", "peft", "gguf", "onnx", "executorch", "aoti", "vllm", "torchc
 
 def export(
     run: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="RUN",
-            help="The folder of a run, of a Hugging Face model, or of a PEFT adapter; with --push alone, of an export.",
+            help="The folder or URL of a run; the folder of a Hugging Face model or of a PEFT adapter; with --push "
+            "alone, of an export.",
         ),
     ],
     to: Annotated[
@@ -40,8 +46,13 @@ def export(
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="The output folder; default: RUN/export-hf, -gguf-q8_0 and so on."),
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="FOLDER|URL",
+            help="The output folder; default: RUN/export-hf, -gguf-q8_0 and so on. With s3://, gs://, az:// or "
+            "hf://BUCKET/FOLDER, the export is uploaded there.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -109,12 +120,17 @@ def export(
         hub.require_format(to or "hf")
         if not push_dry_run:
             hub.require_access()
-    run = at_checkpoint(run, checkpoint)
+    source = at_checkpoint(Path(find_local_folder(run)), checkpoint)
     # An export that is pushed with no option that writes another is complete.
-    as_it_is = push is not None and hub.is_export(run) and all(option is None for option in written)
-    result: JsonObject = {"path": str(run)}
+    as_it_is = push is not None and hub.is_export(source) and all(option is None for option in written)
+    result: JsonObject = {"path": str(source)}
     if not as_it_is:
-        result = to_plain_data(_write(run, to or "hf", out, dtype, tolerance, length, base, push, show=not json))
+        with _open_output(out) as target:
+            result = to_plain_data(
+                _write(source, to or "hf", target, dtype, tolerance, length, base, push, show=not json)
+            )
+        if is_url(out):
+            result["url"] = out
     if push is not None:
         sent = hub.push(result["path"], push, private=private, dry_run=push_dry_run)
         result["push"] = asdict(sent)
@@ -122,6 +138,36 @@ def export(
             _show_push(sent)
     if json:
         emit(result)
+
+
+@contextmanager
+def _open_output(out: str | None) -> Iterator[Path | None]:
+    """Yields the output folder; that of a URL is uploaded when the block ends."""
+    require_scheme("--out", out or "")
+    if out is None or not is_url(out):
+        yield None if out is None else Path(out)
+        return
+    from preheat.run.remote_copy import RemoteCopy
+
+    def tell(message: str) -> None:
+        say(message, error=True)
+
+    copy = RemoteCopy(out, kind="export")
+    with copy.session(), copy.sending(tell):
+        # Before the work: a URL that cannot be written to is an error at once.
+        copy.claim(resume=False, say=tell)
+        try:
+            yield copy.folder
+        except BaseException:
+            copy.release()
+            raise
+        try:
+            copy.send(active=False)
+        except StorageError as error:
+            raise RunError(
+                f"{error}; the export is in {copy.folder}; send it with: preheat upload {copy.folder} {copy.url}"
+            ) from None
+        tell(f"uploaded to {copy.url}")
 
 
 def _write(

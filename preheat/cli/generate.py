@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.options import generation
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Base, Checkpoint, Json
 from preheat.cli.views.output import write_text
 from preheat.core.json_types import JsonObject
@@ -89,7 +90,7 @@ def generate(
     use_chat = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = generation.Watched(), []
     for model in models:
-        opened = load_model(model, checkpoint=checkpoint, base=base)
+        opened = load_model(find_local_folder(model), checkpoint=checkpoint, base=base)
         layout, source = generation.choose_template(opened, model, template, use_chat)
         if not json:
             generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.output import say
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ __all__ = ["report"]
 
 def report(
     runs: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            help="Folders of runs: finished, running, stopped or failed; or folders that hold runs.", show_default=False
+            help="Folders or URLs of runs: finished, running, stopped or failed; or folders that hold runs.",
+            show_default=False,
         ),
     ],
     carbon: Annotated[
@@ -50,15 +52,14 @@ def report(
 
     if carbon is not None and not math.isfinite(carbon):
         raise RecipeError(f"--carbon {carbon}: must be a number of grams per kWh, such as 350")
-    folders = [run for run in runs if run.is_dir() and not (run / "recipe.yaml").exists()]
+    opened = {run: Path(find_local_folder(run)) for run in runs}
+    folders = [run for run, folder in opened.items() if folder.is_dir() and not (folder / "recipe.yaml").exists()]
     if carbon is not None and not folders:
         raise RecipeError(f"--carbon {carbon:g}: is for a folder that holds runs, and none is named; leave it out")
-    written = [(run, write(run)) for run in runs if run not in folders]
-    sums = [sum_usage(folder, carbon) for folder in folders]
+    written = [(run, write(folder)) for run, folder in opened.items() if run not in folders]
+    sums = [sum_usage(opened[run], carbon) for run in folders]
     if json:
-        rows = [
-            {"run": str(run), "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written
-        ]
+        rows = [{"run": run, "report": str(page), "data": str(page.with_name("report.json"))} for run, page in written]
         say(to_json({"reports": rows, **({"usage": sums} if sums else {})}))
         return
     for _, page in written:

@@ -15,11 +15,13 @@ import typer
 
 from preheat.cli.options.plan_options import parse_price
 from preheat.cli.options.recipe_argument import refuse_model
-from preheat.cli.views.console import Json, RecipeArgument, Set
+from preheat.cli.options.remote_folder import find_local_folder
+from preheat.cli.views.console import Json, Set
 from preheat.cli.views.output import say
 from preheat.core.json_types import JsonObject
 from preheat.hardware.interrupts import Interrupted
 from preheat.run.layout import PROFILE
+from preheat.storage import is_url
 from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import is_under_agent
 
@@ -38,7 +40,7 @@ __all__ = ["build_resume_command", "run", "train"]
 def run(
     recipe: Recipe,
     *,
-    out: Path | None,
+    out: str | Path | None,
     resume: bool,
     force: bool,
     json: bool,
@@ -51,6 +53,7 @@ def run(
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
     Args:
+        out: a folder, or a URL to which the run is uploaded.
         rates: measured rates to plan with; by default those of this machine.
         planned: the plan was printed already.
         profile: number of steps to profile.
@@ -65,15 +68,23 @@ def run(
     from preheat import report as reports
     from preheat.cli.views.console import Alarms, Live, build_console, emit
     from preheat.training.loop import train as start
+    from preheat.training.uploader import open_run_folder
 
     screen = build_console()
     lead = int(os.environ.get("RANK", "0")) == 0  # only rank 0 prints and writes the report
-    live = Live(screen, recipe.name, planned=planned) if lead and not json else nullcontext(Alarms())
-    folder = out or Path("runs") / recipe.name
-    with live as watch, _add_resume_command(folder, again):
-        result = start(
-            recipe, out=out, resume=resume, force=force, watch=watch, rates=rates, profile=profile, price=price
-        )
+    live = Live(screen, recipe.name, planned=planned) if lead and not json else None
+    watch = live or Alarms()
+    target = out or Path("runs") / recipe.name
+    # The report is written within the first block, so that it is uploaded too.
+    with open_run_folder(target, resume=resume, watch=watch) as folder:
+        with live or nullcontext(), _add_resume_command(folder, target, again):
+            result = start(
+                recipe, out=folder, resume=resume, force=force, watch=watch, rates=rates, profile=profile, price=price
+            )
+        if lead and not result.get("already_finished"):
+            result["report"] = str(reports.write(result["run"]))
+    if is_url(target):
+        result["url"] = str(target)
     if result.get("already_finished"):
         if json and lead:
             emit(result)
@@ -82,14 +93,12 @@ def run(
         return result
     code = _exit_code(result["stopped"])
     if lead:
-        page = reports.write(result["run"])
-        result["report"] = str(page)
         # A run that ended early has none.
         if profile is not None and (profiled := Path(result["run"]) / PROFILE / "profile.html").exists():
             result["profile"] = str(profiled)
         # Under the launcher, the parent process prints the command.
         if code and LAUNCHED not in os.environ:
-            result["resume"] = build_resume_command(again, folder)
+            result["resume"] = build_resume_command(again, target)
         if json:
             emit(result)
         else:
@@ -113,8 +122,8 @@ def _exit_code(stopped: str | None) -> int:
     return 128 + known[stopped] if stopped in known and (LAUNCHED in os.environ or not is_under_agent()) else 0
 
 
-def build_resume_command(arguments: Sequence[str], folder: Path) -> str:
-    """Returns the shell command that resumes a run: the user's command with the run's folder and --resume.
+def build_resume_command(arguments: Sequence[str], folder: str | Path) -> str:
+    """Returns the shell command that resumes a run: the user's command with the run's folder or URL and --resume.
 
     The steps that it profiled are not profiled again, and going back to a checkpoint is done once.
     """
@@ -153,14 +162,18 @@ def _describe_finish(result: JsonObject, recipe: Recipe) -> Text:
 
 
 @contextmanager
-def _add_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Adds the command that resumes the run to an `Interrupted` error, if the folder holds a run by then."""
+def _add_resume_command(folder: Path, target: str | Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Adds the command that resumes the run to an `Interrupted` error, if the folder holds a run by then.
+
+    Args:
+        target: the folder, or the URL that it is uploaded to.
+    """
     try:
         yield
     except Interrupted as signal:
         # recipe.yaml marks a run that has begun: without it there is nothing to resume.
         begun = (folder / "recipe.yaml").exists()
-        raise Interrupted(signal.number, build_resume_command(arguments, folder) if begun else None) from None
+        raise Interrupted(signal.number, build_resume_command(arguments, target) if begun else None) from None
 
 
 def _build_summary(result: JsonObject) -> Group:
@@ -210,6 +223,7 @@ def _build_summary(result: JsonObject) -> Group:
         table,
         *shared,
         Text(f"run: {result['run']}\nreport: {result['report']}"),
+        *([Text(f"uploaded to: {result['url']}")] if "url" in result else []),
         *([Text(f"profile: {result['profile']}")] if "profile" in result else []),
     )
 
@@ -237,7 +251,7 @@ def _run_dry(
     overrides: list[str],
     *,
     gpu: Accelerator | None,
-    out: Path | None,
+    out: str | None,
     resume: bool,
     nproc: int,
     price: Price | None,
@@ -257,13 +271,19 @@ def _run_dry(
     from preheat.errors import RecipeError
     from preheat.models import configs
     from preheat.models.presets import require_weights
+    from preheat.run.remote_copy import RemoteCopy
     from preheat.run.writer import check_folder
     from preheat.training.session import read_data
 
     if not subject.from_user:
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     # The folder first: reading the data may take minutes.
-    check_folder(out or Path("runs") / subject.recipe.name, resume=resume)
+    if out is not None and is_url(out):
+        if resume:
+            find_local_folder(out)
+        else:
+            RemoteCopy(out).check(resume=False, say=Alarms().alarm)
+    check_folder(_find_run_folder(out, subject.recipe.name), resume=resume)
     devices = subject.recipe.parallel.devices or 1
     # None: this process alone, on this machine.
     world = None if gpu is None else devices
@@ -290,13 +310,22 @@ def _run_dry(
     finish(result, subject, json=json, command=command)
 
 
-def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:
+def _launch(
+    command: list[str],
+    folder: Path,
+    target: str | Path,
+    *,
+    nproc: int,
+    restarts: int,
+    json: bool,
+    typed: Sequence[str],
+) -> None:
     """Trains in several processes and exits with their exit code."""
     from preheat.cli.views.console import Alarms, emit
     from preheat.training.launch.local import start
     from preheat.training.recovery.fallback_log import find_oom_records
 
-    with _add_resume_command(folder, typed):
+    with _add_resume_command(folder, target, typed):
         # A failure that has left a record of exhausted memory restarts with the next fallback, whatever --restarts is.
         ended = start(
             command,
@@ -308,8 +337,38 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
         if ended.signal is not None and not (json and ended.result):
             raise Interrupted(ended.signal)
     if json and ended.result:
-        emit(ended.result | ({"resume": build_resume_command(typed, folder)} if ended.signal is not None else {}))
+        emit(ended.result | ({"resume": build_resume_command(typed, target)} if ended.signal is not None else {}))
     raise typer.Exit(ended.code)
+
+
+def _find_run_folder(out: str | None, name: str) -> Path:
+    """Returns the local folder of a run: of a URL, the one that it is uploaded from."""
+    from preheat.run.remote_copy import RemoteCopy
+    from preheat.storage import require_scheme
+
+    require_scheme("--out", out or "")
+    if out is not None and is_url(out):
+        return RemoteCopy(out).folder
+    return Path(out or Path("runs") / name)
+
+
+def _holds_run(target: str | Path) -> bool:
+    """Returns True if there is a run to resume in a folder or at a URL."""
+    from preheat.run.remote_copy import RemoteCopy
+
+    return RemoteCopy(str(target)).holds_run() if is_url(target) else (Path(target) / "recipe.yaml").exists()
+
+
+def _open_remote_run(url: str, out: str | None, *, resume: bool) -> tuple[str, str]:
+    """Returns the recipe of the run at a URL, as a local file, and the URL as its output folder."""
+    from preheat.errors import RecipeError
+    from preheat.run.remote_copy import RemoteCopy
+
+    if not resume:
+        raise RecipeError(f"{url}: is not a recipe; to resume the run there, add --resume")
+    if out is not None and out.rstrip("/") != url.rstrip("/"):
+        raise RecipeError(f"--out {out}: the run at {url} is resumed there; leave --out out")
+    return str(RemoteCopy(url).read_recipe()), url
 
 
 def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> None:
@@ -331,16 +390,35 @@ def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> N
 
 def train(
     context: typer.Context,
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help=(
+                "A recipe file, or the name of a built-in recipe (see: preheat recipes); with --resume also the URL of "
+                "a run."
+            ),
+        ),
+    ],
     set: Set = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; default: runs/NAME.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="FOLDER|URL",
+            help=(
+                "The run's folder; default: runs/NAME. With s3://, gs://, az:// or hf://BUCKET/FOLDER, the run is "
+                "uploaded there after each checkpoint."
+            ),
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
             help=(
-                "Resume the run in that folder from its last intact checkpoint: bit for bit on CPUs, and on a GPU "
-                "with hardware.deterministic=true."
+                "Resume the run in that folder, or at that URL, from its last intact checkpoint: bit for bit on CPUs, "
+                "and on a GPU with hardware.deterministic=true."
             ),
         ),
     ] = False,
@@ -439,6 +517,9 @@ def train(
     from preheat.errors import RecipeError
     from preheat.hardware.catalogue import resolve_accelerator
 
+    if is_url(recipe):
+        recipe, out = _open_remote_run(recipe, out, resume=resume or auto_resume)
+        resume = True
     refuse_model(recipe, "train")
     device_hour = None if price is None else parse_price(price)
     # An override like any other, so that the run's recipe names its trackers.
@@ -455,22 +536,24 @@ def train(
         raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")
     # With several processes, rank 0 prints the warnings.
     read = recipes.load(recipe, set, warn=nproc < 2 or "RANK" in os.environ)
-    folder = out or Path("runs") / read.name
+    folder, target = _find_run_folder(out, read.name), out or Path("runs") / read.name
     if checkpoint is not None:
+        if is_url(out):
+            find_local_folder(str(out))
         _rewind(read, folder, checkpoint, resume=resume)
     # Under torchrun (RANK is set) the processes exist already.
     if nproc > 1 and "RANK" not in os.environ:
         # The same command for each process, without the options of the launcher.
         command = ["train", recipe, *(part for item in set for part in ("--set", item))]
-        command += ["--out", str(out)] if out else []
+        command += ["--out", out] if out else []
         # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += ["--profile", str(profile)] if profile is not None else []
         command += ["--price", price] if price is not None else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
-        _launch(command, folder, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
+        _launch(command, folder, target, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
         return
-    resume = resume or (auto_resume and (folder / "recipe.yaml").exists())
+    resume = resume or (auto_resume and _holds_run(target))
     run(
         read,
         out=out,

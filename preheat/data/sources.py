@@ -33,6 +33,7 @@ from preheat.errors import DataError, suggest_nearest
 from preheat.hardware.connectivity import is_hub_reachable
 from preheat.recipe import Data
 from preheat.sanitize import shorten
+from preheat.storage import StorageError, download_source, is_url
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -136,6 +137,8 @@ def open_source(
             )
         # The fields of built-in rows are known; the recipe's own are for other sources.
         data = replace(data, layout="text" if name == "stdlib" else "prompt", columns={}, prompt=None, completion=None)
+    elif is_url(name):
+        raw = _read_url(knob, name, data)
     else:
         raw = (
             _read_path(knob, expand_path(knob, name), data) if _is_path(knob, name) else _load_dataset(knob, name, data)
@@ -226,6 +229,16 @@ def _read_path(knob: str, path: Path, data: Data) -> _Raw:
         folder=path if path.is_dir() else path.parent,
         left=left,
     )
+
+
+def _read_url(knob: str, url: str, data: Data) -> _Raw:
+    """Reads objects of remote storage, which are downloaded into the cache first."""
+    try:
+        path = download_source(url)
+    except StorageError as error:
+        raise DataError(f"{knob} {error}") from None
+    raw = _read_path(knob, path, data)
+    return replace(raw, description=raw.description.replace(str(path), url))
 
 
 def _hash_files(files: Iterable[Path]) -> str:

@@ -20,7 +20,7 @@ from preheat.files import lock_file, to_json, write_atomic
 from preheat.run.layout import MARK, Mark, abbreviate, read_mark
 from preheat.run.reader import Reader
 
-__all__ = ["Silent", "Writer", "check_folder"]
+__all__ = ["Silent", "Writer", "append_event", "check_folder"]
 
 _BEGINNING = ("plan.json", "changes.json", "data.json", "environment.json", "events.jsonl", "lock", MARK)
 """Files that a run writes before recipe.yaml, in addition to tokenizer/ and an empty checkpoints/."""
@@ -264,6 +264,21 @@ class Writer:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def append_event(folder: Path, event: Event) -> None:
+    """Writes an event with the present time into a run that another thread or process writes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    line = to_json(replace(event, time=time.time())) + "\n"
+    # One system call at the end of the file: the lines of two writers do not mix.
+    file = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
 
 
 def _ends_with_line_break(path: Path) -> bool:

@@ -48,6 +48,7 @@ from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.system_monitor import SystemMonitor
 from preheat.training.throughput import ThroughputMeter
+from preheat.training.uploader import open_run_folder
 from preheat.training.usage import UsageMeter, open_usage_meter
 
 if TYPE_CHECKING:
@@ -75,8 +76,10 @@ def train(
     """Trains a recipe into a run folder.
 
     Args:
-        out: the folder; default `runs/<name>`.
-        resume: resume the run in that folder: bit for bit on CPUs, and on a GPU with `hardware.deterministic`.
+        out: the folder; default `runs/<name>`. With s3://, gs://, az:// or hf://bucket/folder, the run is written to
+            the cache and uploaded there after each checkpoint.
+        resume: resume the run in that folder or at that URL: bit for bit on CPUs, and on a GPU with
+            `hardware.deterministic`.
         force: train even if the plan says that it does not fit.
         progress: log stages, the plan and steps as `preheat.run` (to standard error if logging is not configured).
         watch: callbacks to use instead.
@@ -108,12 +111,15 @@ def train(
         raise RunError("training runs on Linux and macOS; on Windows, train in WSL 2 (plans and reports work here)")
     with remote_code.trust_remote_code(trust_remote_code):
         seen_by = watch or (Logged() if progress else Watch())
-        return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile, price=price)
+        with open_run_folder(out or Path("runs") / recipe.name, resume=resume, watch=seen_by) as folder:
+            return _train(
+                recipe, folder, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile, price=price
+            )
 
 
 def _train(
     recipe: Recipe,
-    out: str | Path | None,
+    folder: Path,
     *,
     resume: bool,
     force: bool,
@@ -124,7 +130,6 @@ def _train(
 ) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
     # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
-    folder = Path(out or Path("runs") / recipe.name)
     session = open_session(
         recipe, folder, resume=resume, watch=watch, force=force, rates=rates, profile=profile, price=price
     )

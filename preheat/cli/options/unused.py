@@ -25,6 +25,7 @@ from preheat.errors import RecipeError
 from preheat.recipe import Recipe
 from preheat.recipe.unused_keys import non_default_keys
 from preheat.sanitize import quote_value
+from preheat.storage import is_url
 
 __all__ = ["FOR_ANOTHER_DEVICE", "MODES", "SERVING", "Command", "Mode", "note_unread"]
 
@@ -218,7 +219,8 @@ def _is_search(parameters: JsonObject, *techniques: str) -> bool:
 
 
 def _has_text(parameters: JsonObject) -> bool:
-    runs = any((Path(model) / "recipe.yaml").is_file() for model in parameters["model"])
+    # Of a URL, it is known only after its download.
+    runs = any(is_url(model) or (Path(model) / "recipe.yaml").is_file() for model in parameters["model"])
     return bool(parameters["data"] or parameters["forgetting"] or runs)
 
 

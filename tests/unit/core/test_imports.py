@@ -29,7 +29,7 @@ LEVELS = [  # each may import what stands below it
     {"recipe", "hardware"},
     {
         *("core", "files", "cache_folder", "errors", "sanitize"),
-        *("remote_code", "model_folder", "plugins", "torch_compat", "_version"),
+        *("remote_code", "model_folder", "plugins", "storage", "torch_compat", "_version"),
     },
 ]
 # What puts techniques together by hand: the package's front, and the example of a loop with several.
@@ -42,6 +42,7 @@ LIGHT = [
     "preheat.core",
     "preheat.run.reader",
     "preheat.run.writer",
+    "preheat.run.remote_copy",
     "preheat.files",
     "preheat.errors",
     "preheat.hardware.catalogue",
