@@ -91,6 +91,12 @@ def test_a_configuration_shows_its_data_and_trains(preheat: Command, folder: Pat
     assert sorted(losses(folder / "run")) == [1, 2]
 
 
+def test_a_job_decides_the_number_of_devices(preheat: Command, folder: Path) -> None:
+    arguments = ("--scheduler", "slurm", "--nodes", "2", "--gpus-per-node", "4")
+    job = preheat.here.json("launch", "lf.yaml", *arguments)
+    assert (job["devices"], job["mesh"]) == (8, {"replicate": 8})
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
