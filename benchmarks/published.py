@@ -4,7 +4,7 @@
 
 Each row becomes a recipe (model by its sizes, mesh, micro-batch, precision, techniques), planned for its accelerator as `preheat plan` does.
 What a row leaves open is what its trainer does by default (trainers.py), else what published_rows.py says for all rows. Of a row's notes only these
-are read: which trainer ran (`trainer_of`), which layers adapters act on (`adapted`), which memory was read (`estimate_gib`), that lengths vary, that rows are
+are read: which trainer ran (`find_trainer`), which layers adapters act on (`adapted`), which memory was read (`estimate_gib`), that lengths vary, that rows are
 Alpaca's and that nothing is recomputed (`leaves_open`, `filled`); of its model's name the sizes if none are stated, and whether it is a GPT. Writes
 `id,predicted_gib,low_gib,high_gib,predicted_tok_s,low_tok_s,high_tok_s,seconds,reason` (tokens a second of each accelerator; empty where it
 cannot be said, with the reason) and prints errors by source.

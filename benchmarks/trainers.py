@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from preheat.interop import trainer_defaults
+
 __all__ = ["Row", "Trainer", "find_trainer"]
 
 Row = Mapping[str, str]
@@ -147,9 +149,9 @@ LLAMA_FACTORY = replace(
         "memory in whole GB without a torch counter is taken to be nvidia-smi's",
     ),
     reports="nvidia-smi",
-    adapter_dropout=0.0,
-    adapts={"lora": "all", "qlora": "all"},
-    recomputes=("full-ft", "lora", "qlora"),
+    adapter_dropout=trainer_defaults.LLAMA_FACTORY.adapter_dropout,
+    adapts=trainer_defaults.LLAMA_FACTORY.adapts,
+    recomputes=trainer_defaults.LLAMA_FACTORY.recomputes,
 )
 UNSLOTH = replace(
     TRANSFORMERS,

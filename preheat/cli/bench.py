@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from preheat.cli.options.bench_options import InferenceBenchOptions, TechniqueBenchOptions
-from preheat.cli.views.console import Json, Set
+from preheat.cli.views.console import From, Json, Set
 
 __all__ = ["bench"]
 
@@ -24,6 +24,7 @@ def bench(
         ),
     ],
     set: Set = None,
+    from_: From = None,
     ablate: Annotated[
         bool,
         typer.Option(
@@ -120,5 +121,6 @@ def bench(
             device=device,
             out=out,
             json=json,
+            trainer=from_,
         )
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.options.recipe_argument import load_recipe
-from preheat.cli.views.console import Json, RecipeArgument, Set
+from preheat.cli.views.console import From, Json, RecipeArgument, Set
 
 if TYPE_CHECKING:
     from preheat.cli.views.output import PlainConsole
@@ -20,6 +20,7 @@ __all__ = ["data"]
 def data(
     recipe: RecipeArgument,
     set: Set = None,
+    from_: From = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Packed sequences to show.")] = 3,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page with all of this.")
@@ -30,7 +31,8 @@ def data(
 
     Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check failed.
     """
-    chosen = load_recipe(recipe, "data", set)  # reports recipe errors before torch is imported, which takes seconds
+    # Reports recipe errors before torch is imported, which takes seconds.
+    chosen = load_recipe(recipe, "data", set, trainer=from_)
     from preheat import report
     from preheat.cli.views.console import build_console, emit
     from preheat.data.preview import build_preview

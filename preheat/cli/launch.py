@@ -68,8 +68,10 @@ def launch(
     from preheat.cli.views.console import build_console, emit
     from preheat.training.launch import render_job, submit
 
+    world = nodes * (processes_per_node or gpus_per_node or 1)
     job = Job(
-        recipe=load_recipe(recipe, "launch", set),
+        # Another trainer's file leaves the number of devices to the job.
+        recipe=load_recipe(recipe, "launch", set, devices=world if world > 1 else None),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         processes_per_node=processes_per_node,
@@ -93,7 +95,8 @@ def launch(
     )
     # Checks the job first; nothing is written for one that cannot run.
     text = render_job(job, scheduler)
-    if not json and not recipes.has_key(recipe, "data.source", set or []):
+    built_in = job.recipe.data.source == recipes.Data().source
+    if not json and built_in and not recipes.has_key(recipe, "data.source", set or []):
         build_console(error=True).note(
             f"{recipe}: data.source is not stated, so the job trains on Python's standard library; name the data: "
             "--set data.source=PATH"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from preheat.cli.options.plan_options import Aim, Method, PlanOptions, TrainingPlanOptions, parse_price
-from preheat.cli.views.console import Json, Set
+from preheat.cli.views.console import From, Json, Set
 from preheat.core import Numerics
 
 __all__ = ["plan"]
@@ -22,12 +22,13 @@ def plan(
         typer.Argument(
             metavar="MODEL|RECIPE",
             help=(
-                "A model by its name on the hub, its folder or its size (15M); or a recipe file, or a built-in "
-                "recipe's name."
+                "A model by its name on the hub, its folder or its size (15M); a recipe file, or a built-in recipe's "
+                "name; or the configuration of axolotl or LLaMA-Factory."
             ),
         ),
     ] = None,
     set: Set = None,
+    from_: From = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +99,13 @@ def plan(
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML page with plots to this file.")] = None,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Also print memory by phase, all alternatives, and why others were rejected."),
+        typer.Option(
+            "--verbose",
+            help=(
+                "Also print memory by phase, all alternatives, why others were rejected, and every key of another "
+                "trainer's file."
+            ),
+        ),
     ] = False,
     json: Json = False,
     schema: Annotated[
@@ -108,7 +115,8 @@ def plan(
     """Predict memory and speed by a dry run, for this machine or any GPU; explain what does not fit.
 
     Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8
-    --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
+    --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`; so is the configuration of
+    axolotl or LLaMA-Factory: `preheat plan my_axolotl.yaml --gpu H100`. Exit code 3: it does not fit.
     """
     from preheat.errors import RecipeError
     from preheat.hardware.catalogue import resolve_accelerator
@@ -130,7 +138,14 @@ def plan(
     # Set before torch is imported: garbage collection would take a tenth of torch's import time.
     gc.set_threshold(50_000)
     asked = PlanOptions(
-        what=what, set=tuple(set or ()), gpu=accelerator, count=count, nodes=nodes, length=length, json=json
+        what=what,
+        set=tuple(set or ()),
+        gpu=accelerator,
+        count=count,
+        nodes=nodes,
+        length=length,
+        json=json,
+        trainer=from_,
     )
     if inference:
         from preheat.cli.plan_serving import plan_serving
@@ -140,6 +155,7 @@ def plan(
     from preheat.cli.plan_training import plan_training
 
     typed = {
+        "--from": from_,
         "--gpu": gpu,
         "--count": count,
         "--nodes": nodes if nodes > 1 else None,

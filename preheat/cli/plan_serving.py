@@ -23,7 +23,9 @@ def plan_serving(options: PlanOptions) -> None:
     from preheat.cli.views.console import build_console, emit
     from preheat.cli.views.plan_view import build_serving
 
-    subject = find_subject(options.what, options.set, length=options.length, devices=options.devices)
+    subject = find_subject(
+        options.what, options.set, length=options.length, devices=options.devices, trainer=options.trainer
+    )
     recipe = subject.recipe
     devices, _ = count_devices(options, subject)
     if subject.from_user:

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 from preheat.cli.options.subject import METHODS, count_devices, find_subject
 from preheat.cli.options.unused import FOR_ANOTHER_DEVICE, note_unread
 from preheat.cli.plan_output import finish, render_recipe, text_part_note
+from preheat.cli.views.config_reading import describe_reading
 from preheat.cli.views.next_command import build_next_command, list_assumed_settings
-from preheat.cli.views.output import print_progress
+from preheat.cli.views.output import print_progress, say
 from preheat.errors import RecipeError
+from preheat.interop.own_techniques import add_own_techniques
 
 if TYPE_CHECKING:
     from preheat.cli.options.plan_options import TrainingPlanOptions
     from preheat.cli.options.subject import Subject
     from preheat.core.plan import Alternative, Plan, PlanFigures
     from preheat.planning.request import Request
-    from preheat.planning.search.result import SearchResult
+    from preheat.planning.search.result import EvaluatedPlan, SearchResult
     from preheat.recipe import Recipe
 
 __all__ = ["plan_as_written", "plan_training"]
@@ -52,7 +54,13 @@ class _Question:
         hosts = [self.devices, self.per_host]
         return compute_key(
             self.subject.recipe,
-            {"plan": asked, "hosts": hosts, "from_user": self.subject.from_user, "absent": self.subject.absent},
+            {
+                "plan": asked,
+                "hosts": hosts,
+                "from_user": self.subject.from_user,
+                "absent": self.subject.absent,
+                "reads_data": self.subject.reads_data,
+            },
         )
 
 
@@ -66,6 +74,10 @@ def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
 
     question = _read_question(options)
     subject, key = question.subject, question.key
+    if subject.reading is not None and not options.json:
+        for line in describe_reading(subject.reading, details=options.verbose):
+            say(line)
+        say()
     stored = answer_cache.load(key) if key is not None else None
     if stored is not None and (options.html is None or stored.figures is not None):
         _print(question, again, stored.plan, stored.recipe, stored.figures)
@@ -114,6 +126,7 @@ def _choose_subject(options: TrainingPlanOptions, *, method: str | None = None, 
         length=options.length,
         batch_tokens=options.batch_tokens,
         devices=devices or options.devices,
+        trainer=options.trainer,
     )
 
 
@@ -125,6 +138,7 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         figures: of its page; None if no page is asked for, or the search was interrupted.
     """
     options, subject, per_host = question.options, question.subject, question.per_host
+    result = replace(result, reading=subject.reading)
     assumed = [] if subject.from_user else list_assumed_settings(subject, result, again, per_host=per_host)
     command = build_next_command(result, subject, options, again, per_host=per_host)
     if options.out is not None:
@@ -156,9 +170,19 @@ def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures
     options, subject, devices, per_host = question.options, question.subject, question.devices, question.per_host
     gpu, price = options.gpu, None if options.price is None else options.price.per_hour
     if not question.is_search:
-        request = request_of(subject.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
-        return plan_as_written(request, devices, price)
-    request = request_of(subject.recipe, gpu, world=devices, per_host=per_host, count_rows=subject.from_user)
+        request = request_of(
+            subject.recipe,
+            gpu,
+            world=None if gpu is None else devices,
+            per_host=per_host,
+            count_rows=subject.reads_data,
+        )
+        own = (add_own_techniques(subject.recipe), add_own_techniques(subject.recipe, fused=False))
+        instead = () if subject.reading is None else own
+        return plan_as_written(request, devices, price, instead=instead)
+    request = request_of(
+        subject.recipe, gpu, world=devices, per_host=per_host, count_rows=subject.from_user and subject.reads_data
+    )
     return _search_recipe(
         request,
         _find_fixes(question),
@@ -169,12 +193,15 @@ def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures
     )
 
 
-def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[Plan, Callable[[], PlanFigures]]:
+def plan_as_written(
+    request: Request, devices: int, price: float | None, *, instead: Sequence[Recipe] = ()
+) -> tuple[Plan, Callable[[], PlanFigures]]:
     """Plans a recipe without a search, after resolving the settings that it leaves `auto`.
 
     Args:
         devices: number of devices, for cost, energy and figures.
         price: of a device-hour; None: unknown.
+        instead: other recipes of the same model: the first whose techniques go with it is the alternative.
 
     Returns:
         The plan (`settled` has the resolved settings), and a function that computes the figures of its page.
@@ -182,16 +209,16 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
     from preheat.core import Tag
     from preheat.planning.explain import build_figures, explain
     from preheat.planning.plan import plan, resolve_auto
-    from preheat.planning.search.candidates import worst_numerics
     from preheat.planning.search.max_context import find_longest_as_stated
-    from preheat.planning.search.result import EvaluatedPlan, SearchResult
+    from preheat.planning.search.result import SearchResult
 
     as_written = request.recipe
     request = resolve_auto(request)
     recipe, prediction = request.recipe, plan(request)
     added = tuple(recipe.techniques.values())
     extended = any(Tag.EXTENDED_CONTEXT in t.provided() for t in added)  # also report the longest context that fits
-    result = SearchResult(EvaluatedPlan(recipe, prediction, worst_numerics(added), recipe.batch.size, ()))
+    result = SearchResult(_evaluate(request, prediction))
+    result.alternatives += _evaluate_alternative([replace(request, recipe=other) for other in instead], result.best)
 
     def build_page() -> PlanFigures:
         return build_figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
@@ -209,6 +236,30 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
         longest_context=find_longest_as_stated(request) if extended else None,
         settled=settled,
     ), build_page
+
+
+def _evaluate(request: Request, prediction: Plan) -> EvaluatedPlan:
+    from preheat.planning.search.candidates import worst_numerics
+    from preheat.planning.search.result import EvaluatedPlan
+
+    recipe = request.recipe
+    added = tuple(recipe.techniques.values())
+    return EvaluatedPlan(recipe, prediction, worst_numerics(added), recipe.batch.size, ())
+
+
+def _evaluate_alternative(requests: Sequence[Request], best: EvaluatedPlan) -> list[EvaluatedPlan]:
+    """Returns the plan of the first request whose techniques go with the model, if it is better in something."""
+    from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.search.result import is_better_in_something
+
+    for request in requests:
+        try:
+            resolved = resolve_auto(request)
+            alternative = _evaluate(resolved, plan(resolved))
+        except RecipeError:  # a technique does not go with the model, or with another one
+            continue
+        return [alternative] if is_better_in_something(alternative, best) else []
+    return []
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.options.plan_options import parse_price
-from preheat.cli.options.recipe_argument import refuse_model
+from preheat.cli.options.recipe_argument import load_recipe, refuse_model
 from preheat.cli.options.remote_folder import find_local_folder
-from preheat.cli.views.console import Json, Set
+from preheat.cli.views.console import From, Json, Set
 from preheat.cli.views.output import say
 from preheat.core.json_types import JsonObject
 from preheat.hardware.interrupts import Interrupted
@@ -255,6 +255,7 @@ def _run_dry(
     resume: bool,
     nproc: int,
     price: Price | None,
+    trainer: str | None,
     json: bool,
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
@@ -262,7 +263,7 @@ def _run_dry(
     from preheat.planning.plan_request import choose_hardware, request_of
 
     # Reports recipe errors before torch is imported, which takes seconds.
-    subject = find_subject(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
+    subject = find_subject(recipe, overrides, devices=nproc, trainer=trainer)
     # These import torch.
     from preheat.cli.plan_output import finish, text_part_note
     from preheat.cli.plan_training import plan_as_written
@@ -401,6 +402,7 @@ def train(
         ),
     ],
     set: Set = None,
+    from_: From = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -513,7 +515,6 @@ def train(
     several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, in jobs
     that `preheat launch` writes. To check a run before it starts: `preheat train demo --dry-run`.
     """
-    from preheat import recipe as recipes
     from preheat.errors import RecipeError
     from preheat.hardware.catalogue import resolve_accelerator
 
@@ -530,12 +531,16 @@ def train(
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     if dry_run:
         device = None if gpu is None else resolve_accelerator(gpu)
-        _run_dry(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, price=device_hour, json=json)
+        _run_dry(
+            recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, price=device_hour, trainer=from_, json=json
+        )
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")
     # With several processes, rank 0 prints the warnings.
-    read = recipes.load(recipe, set, warn=nproc < 2 or "RANK" in os.environ)
+    world = int(os.environ.get("WORLD_SIZE", nproc))
+    warn = nproc < 2 or "RANK" in os.environ
+    read = load_recipe(recipe, "train", set, trainer=from_, devices=world if world > 1 else None, warn=warn)
     folder, target = _find_run_folder(out, read.name), out or Path("runs") / read.name
     if checkpoint is not None:
         if is_url(out):
@@ -545,6 +550,7 @@ def train(
     if nproc > 1 and "RANK" not in os.environ:
         # The same command for each process, without the options of the launcher.
         command = ["train", recipe, *(part for item in set for part in ("--set", item))]
+        command += ["--from", from_] if from_ is not None else []
         command += ["--out", out] if out else []
         # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from preheat.core.config_reading import ConfigReading
 from preheat.core.device import Device, MachineUse
 from preheat.core.field_types import Numerics
 from preheat.core.json_types import Omitted, Record
@@ -324,6 +325,7 @@ class Plan:
         settled: {technique.setting: value} that the recipe left `auto`.
         text_part: the sentence to print if only the text part of a checkpoint is planned.
         absent: `model.path` of the recipe, if it cannot be read here and its preset is planned.
+        reading: how the recipe was read from another trainer's configuration; None if it was not.
         fits: True if the peak is at most what the device has.
         verdict: on the memory.
         chance: probability that the device holds the peak.
@@ -386,6 +388,7 @@ class Plan:
     settled: Mapping[str, Any] = field(default_factory=dict)
     text_part: str | None = None
     absent: str | None = None
+    reading: ConfigReading | None = None
     fits: bool = field(init=False)
     verdict: Verdict = field(init=False)
     chance: float = field(init=False)

@@ -76,6 +76,8 @@ __all__ = [
     "load",
     "override",
     "parse",
+    "read_file",
+    "read_values",
     "has_key",
 ]
 
@@ -96,7 +98,46 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
         RecipeError: all problems, one per line: file, line, key, value and the closest known name.
     """
     values, lines = compose(text, where)
-    assigned: dict[tuple[str, ...], str] = {}
+    return _read(values, where, lines, {}, overrides, warn=warn)
+
+
+def read_values(
+    values: object,
+    *,
+    where: str,
+    sources: Mapping[tuple[str, ...], str],
+    overrides: Sequence[str] = (),
+    warn: bool = False,
+) -> Recipe:
+    """Returns the recipe of plain values that were made from something else, such as another trainer's file.
+
+    Args:
+        values: as in the YAML of a recipe.
+        where: name in errors of what no source is known of.
+        sources: key -> what its value was made from, to begin an error's line with.
+        overrides, warn: as for `parse`.
+
+    Raises:
+        RecipeError: all problems, one per line.
+    """
+    return _read(values, where, {}, dict(sources), overrides, warn=warn)
+
+
+def _read(
+    values: object,
+    where: str,
+    lines: dict[tuple[str, ...], int],
+    assigned: dict[tuple[str, ...], str],
+    overrides: Sequence[str],
+    *,
+    warn: bool,
+) -> Recipe:
+    """Returns the recipe of plain values with overrides applied.
+
+    Args:
+        lines: line of each key in `where`.
+        assigned: what errors name in place of file and line.
+    """
     # The values before any override and after each one, to find the override that a problem came with.
     steps = [values]  # after each override
     for item in overrides:
@@ -177,7 +218,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
         >>> load("demo", ["batch.size=8"]).batch.size
         8
     """
-    text, where = _read(path)
+    text, where = read_file(path)
     return parse(text, where=where, overrides=overrides, warn=warn)
 
 
@@ -188,7 +229,7 @@ def has_key(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
         >>> has_key("demo", "data.source"), has_key("demo", "data.text"), has_key("demo", "data.text", ["data.text=a"])
         (True, False, True)
     """
-    text, where = _read(path)
+    text, where = read_file(path)
     values: object = compose(text, where)[0]
     for item in overrides:
         values = _assign(values, item)
@@ -199,7 +240,7 @@ def has_key(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
     return True
 
 
-def _read(path: str | Path) -> tuple[str, str]:
+def read_file(path: str | Path) -> tuple[str, str]:
     """Returns the text of a recipe file or built-in recipe, and its name in errors."""
     # A file takes precedence over a built-in recipe of the same name.
     file = Path(path)

@@ -27,6 +27,7 @@ class PlanOptions:
         what: a recipe or a model; None if `set` names the model.
         gpu: None: the device of this machine.
         count: devices per host; without `nodes`, of the whole run.
+        trainer: the format of another trainer's configuration; None: recognized by its keys.
     """
 
     what: str | None
@@ -36,6 +37,7 @@ class PlanOptions:
     nodes: int
     length: int | None
     json: bool
+    trainer: str | None = None
 
     @property
     def devices(self) -> int:

@@ -1,4 +1,4 @@
-"""Loads the recipe that a command names, and explains how to write one if the user names a model instead."""
+"""Loads the recipe that a command names, or another trainer's configuration; explains how to write one of a model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from preheat.interop.reading import ForeignConfig
     from preheat.recipe import Recipe
 
-__all__ = ["load_recipe", "refuse_model"]
+__all__ = ["load_recipe", "read_foreign_config", "refuse_model"]
 
 
-def load_recipe(what: str, command: str, overrides: Sequence[str] | None = None, *, warn: bool = True) -> Recipe:
-    """Returns the recipe of a file, or a built-in one by its name.
+def load_recipe(
+    what: str,
+    command: str,
+    overrides: Sequence[str] | None = None,
+    *,
+    trainer: str | None = None,
+    devices: int | None = None,
+    warn: bool = True,
+) -> Recipe:
+    """Returns the recipe of a file, or a built-in one by its name; also of another trainer's configuration.
 
     Args:
         what: as the user typed it.
         command: name of the command, for the message.
         overrides: `key=value` each.
+        trainer: the format of the file, if the user states it.
+        devices: number of devices, for another trainer's configuration, which does not state it.
         warn: as for `preheat.recipe.load`.
 
     Raises:
@@ -29,7 +40,43 @@ def load_recipe(what: str, command: str, overrides: Sequence[str] | None = None,
     from preheat import recipe as recipes
 
     refuse_model(what, command)
+    if foreign := read_foreign_config(what, overrides or [], trainer=trainer, devices=devices, warn=warn):
+        return foreign.recipe
     return recipes.load(what, overrides or [], warn=warn)
+
+
+def read_foreign_config(
+    what: str,
+    overrides: Sequence[str] = (),
+    *,
+    trainer: str | None = None,
+    devices: int | None = None,
+    warn: bool = True,
+) -> ForeignConfig | None:
+    """Reads another trainer's configuration, recognized by its keys; arguments as for `load_recipe`.
+
+    Returns:
+        None if it is a recipe.
+
+    Raises:
+        RecipeError: no such file or trainer, or the configuration is wrong.
+    """
+    from preheat import recipe as recipes
+    from preheat.errors import RecipeError, suggest_nearest
+    from preheat.interop.formats import FORMATS
+    from preheat.interop.reading import find_format, read_config
+    from preheat.interop.stand_in import drop_missing_kernels
+    from preheat.sanitize import shorten
+
+    if trainer is not None and trainer not in FORMATS:
+        raise RecipeError(f"--from: {shorten(trainer)}: not a known format; {suggest_nearest(trainer, list(FORMATS))}")
+    text, where = recipes.read_file(what)
+    format = find_format(text, where, FORMATS, trainer)
+    if format is None:
+        return None
+    return drop_missing_kernels(
+        read_config(text, Path(what), format, where=where, overrides=overrides, devices=devices, warn=warn)
+    )
 
 
 def refuse_model(what: str, command: str) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
+from preheat.cli.options.recipe_argument import read_foreign_config
 from preheat.errors import RecipeError
+from preheat.interop.stand_in import find_preset
 from preheat.model_folder import read_object
 from preheat.models import configs, presets
 from preheat.models.hub_config import find_hub_folder
@@ -20,6 +22,7 @@ from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from preheat.cli.options.plan_options import PlanOptions
+    from preheat.core.config_reading import ConfigReading
     from preheat.core.json_types import JsonObject
 
 __all__ = ["METHODS", "Subject", "count_devices", "find_subject"]
@@ -43,12 +46,16 @@ class Subject:
         checkpoint: hub checkpoint with the weights of a model given by name.
         absent: `model.path` of a given recipe, if it is the preset's checkpoint and cannot be read here: the preset is
             planned, and the recipe lacks the path.
+        reading: how the recipe was read from another trainer's configuration; None if it was not.
+        reads_data: False if another trainer's configuration names data that is not on this machine.
     """
 
     recipe: Recipe
     from_user: bool
     checkpoint: str | None = None
     absent: str | None = None
+    reading: ConfigReading | None = None
+    reads_data: bool = True
 
 
 def find_subject(
@@ -59,6 +66,7 @@ def find_subject(
     length: int | None = None,
     batch_tokens: int | None = None,
     devices: int = 1,
+    trainer: str | None = None,
 ) -> Subject:
     """Returns the recipe that the arguments name.
 
@@ -69,6 +77,7 @@ def find_subject(
         method: key of `METHODS`, for a model.
         length: tokens per row.
         batch_tokens: tokens per global batch.
+        trainer: the format of the file, if the user states it.
 
     Raises:
         RecipeError: `what` is unknown, or the numbers contradict each other.
@@ -78,6 +87,10 @@ def find_subject(
     if what is not None and _is_recipe(what):
         # The last override is `parallel.devices`, which a recipe keeps unless the user asks for more than one device.
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
+        world = devices if devices > 1 else None
+        if foreign := read_foreign_config(what, values_set, trainer=trainer, devices=world, warn=False):
+            recipe = _check_batch_tokens(foreign.recipe, batch_tokens)
+            return replace(_load_foreign_recipe(recipe, foreign.reading), reads_data=foreign.reads_data)
         return _load_user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     # A model instead of a recipe: invent the rest of a recipe around it.
     model, positions, checkpoint = _find_model(what)
@@ -129,6 +142,31 @@ def _load_user_recipe(recipe: Recipe) -> Subject:
     except RecipeError:
         return Subject(replace(recipe, model=replace(model, path=None)), True, absent=model.path)
     return Subject(recipe, True)
+
+
+def _load_foreign_recipe(recipe: Recipe, reading: ConfigReading) -> Subject:
+    """Returns a recipe that was read from another trainer's configuration, with a preset for a model that is not here.
+
+    Raises:
+        RecipeError: the model is not here, and no preset has its sizes.
+    """
+    model, absent = recipe.model, recipe.model.path
+    if absent is None:  # an override names another model
+        return replace(_load_user_recipe(recipe), reading=reading)
+    try:
+        configs.read(absent, model.trust_remote_code)
+        return Subject(recipe, True, reading=reading)
+    except RecipeError as error:
+        name = find_preset(absent)
+        if name is None:
+            key = next((key for key in reading.taken if f'model.path: "{absent}"' in key.ours), None)
+            place = f"{reading.file}:{key.line}: {key.key}" if key else reading.file
+            raise RecipeError(f"{place}: {error}") from None
+    sizes = f"{absent} is planned with the sizes of {name}, by its name"
+    exact = absent in presets.find(name).checkpoints
+    reading = reading if exact else replace(reading, assumptions=(*reading.assumptions, sizes))
+    planned = replace(recipe, model=replace(model, path=None, preset=name, add_tokens=()))
+    return Subject(planned, True, absent=absent, reading=reading)
 
 
 def _is_recipe(what: str) -> bool:

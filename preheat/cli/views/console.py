@@ -30,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "Json",
     "Live",
+    "From",
     "RecipeArgument",
     "Set",
     "build_console",
@@ -42,7 +43,21 @@ __all__ = [
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe (see: preheat recipes)."),
+    typer.Argument(
+        metavar="RECIPE",
+        help=(
+            "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of axolotl or "
+            "LLaMA-Factory."
+        ),
+    ),
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="TRAINER",
+        help="The format of another trainer's file (axolotl, llamafactory), if its keys do not tell.",
+    ),
 ]
 Set = Annotated[
     list[str] | None,

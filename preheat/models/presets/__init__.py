@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from preheat.core import Recipe
 
 
-__all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "resolve_hub_name", "is_plan_only", "require_weights"]
+__all__ = [
+    "FREE",
+    "PRESETS",
+    "Preset",
+    "find",
+    "find_variant",
+    "needs",
+    "resolve_hub_name",
+    "is_plan_only",
+    "require_weights",
+]
 
 # Keys that may differ between checkpoints of one model (base and instruct), or that do not change the computation.
 FREE = frozenset(
@@ -131,6 +141,21 @@ def _strip_name(name: str) -> str:
     """A model's name without what differs between copies of it: maker, variant, number format, separators."""
     plain = _VARIANT.sub("", _strip_maker(name)[:200])
     return re.sub(r"[-_: ]+", "", plain)
+
+
+def find_variant(name: str) -> str | None:
+    """Returns the preset of which a hub name is a copy of the same sizes: another maker's, format's or tuning's.
+
+    Returns:
+        None if there is none, or several.
+
+    Example:
+        >>> find_variant("owner/llama-3-70b-fp16"), find_variant("owner/something-7B")
+        ('llama-3-70b', None)
+    """
+    plain = _strip_name(name)
+    alike = {preset for preset, p in PRESETS.items() if plain in map(_strip_name, p.checkpoints)}
+    return alike.pop() if len(alike) == 1 else None
 
 
 def _compare_names(name: str, other: str) -> tuple[float, float]:

@@ -1,0 +1,591 @@
+"""axolotl's YAML: one table of its keys. Read from axolotl 0.19 (axolotl/utils/schemas, loaders, core/builders)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from preheat.interop.hf_keys import (
+    ADAPTED,
+    COMMON,
+    REWARDS,
+    VISION,
+    read_attention,
+    read_epochs,
+    read_kernel,
+    read_optimizer,
+    read_preference,
+    read_schedule,
+    read_target_modules,
+    switch,
+)
+from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, refuse, take
+from preheat.interop.reading import Format
+from preheat.interop.settings import Settings
+from preheat.interop.trainer_defaults import AXOLOTL as DEFAULTS
+
+__all__ = ["AXOLOTL"]
+
+_LOSSES = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "apo_zero"}
+_TEMPLATES = {
+    "chatml": "chatml",
+    "alpaca": "alpaca",
+    "llama3": "llama3",
+    "gemma": "gemma",
+    "phi_3": "phi3",
+    "qwen_25": "qwen",
+    "mistral_v1": "mistral",
+}
+_LAYOUTS = {
+    "alpaca": "alpaca",
+    "chat_template": "messages",
+    "completion": "text",
+    "pretrain": "text",
+    "sharegpt": "sharegpt",
+}
+_PREFERENCES = ("chatml", "llama3", "chat_template", "passthrough", "user_defined", "mistral")
+_ROLES = {"from": "sharegpt", "value": "sharegpt"}
+
+
+def _read_adapter(settings: Settings, entry: Entry) -> Outcome:
+    name = entry.choice("lora", "qlora", "llama-adapter", "none", "")
+    if name == "llama-adapter":
+        raise entry.error("llama-adapter: is not one of preheat's methods; use lora")
+    settings.adapter = "lora" if name in ("lora", "qlora") else None
+    settings.quantized = settings.quantized or name == "qlora"
+    return Takes(("adapter",))
+
+
+def _read_targets(settings: Settings, entry: Entry) -> Outcome:
+    settings.lora_targets = read_target_modules(entry.texts())
+    return Takes(("lora_targets",), "the text part's layers" if "language_model." in str(entry.value) else "")
+
+
+def _read_linear(settings: Settings, entry: Entry) -> Outcome:
+    if not entry.truth():
+        return NoEffect("switched off")
+    settings.lora_targets = "all-linear"
+    return Takes(("lora_targets",))
+
+
+def _read_plugins(settings: Settings, entry: Entry) -> Outcome:
+    names = entry.texts()
+    if any("diffusion" in name.lower() for name in names):
+        raise entry.error("a diffusion language model has another loss, which is not planned")
+    if any(name.endswith("CutCrossEntropyPlugin") for name in names):
+        settings.chunked_loss = True
+        return Takes(("chunked_loss",))
+    return NoEffect("loads code, which other keys switch on")
+
+
+def _read_checkpointing(settings: Settings, entry: Entry) -> Outcome:
+    offloads = entry.value in ("offload", "offload_disk")
+    settings.checkpointing = offloads or entry.truth()
+    settings.activation_offload = settings.activation_offload or offloads
+    return Takes(("checkpointing", "activation_offload") if offloads else ("checkpointing",))
+
+
+def _read_offloading(settings: Settings, entry: Entry) -> Outcome:
+    modes = ("legacy", "disk", "hidden_states")
+    settings.activation_offload = entry.value in modes or entry.truth()
+    return Takes(("activation_offload",), "to the host" if entry.value == "disk" else "")
+
+
+def _read_template(settings: Settings, entry: Entry) -> Outcome:
+    name = entry.text()
+    if name in ("tokenizer_default", "jinja"):
+        return NoEffect("the tokenizer's own template, which a recipe takes too")
+    if name in _TEMPLATES:
+        settings.template = _TEMPLATES[name]
+        return Takes(("template",))
+    return Assumed("the tokenizer's own template is used")
+
+
+def _read_task(settings: Settings, entry: Entry) -> Outcome:
+    name = entry.text()
+    if name not in _LOSSES:
+        raise entry.error(f"{name}: {REWARDS}")
+    settings.preference = settings.preference | {"loss": _LOSSES[name]}
+    settings.pairs = name != "kto"
+    return Takes(("preference",), "planned as apo_zero, of KTO's family" if name == "kto" else "")
+
+
+def _source(settings: Settings, entry: Entry) -> dict[str, object]:
+    while len(settings.sources) <= entry.index:
+        settings.sources.append({"source": ""})
+    return settings.sources[entry.index]
+
+
+def _read_path(settings: Settings, entry: Entry) -> Outcome:
+    source, path = _source(settings, entry), entry.text()
+    if not source["source"] or not Path(path).suffix:
+        source["source"] = path
+    return Takes(("sources",))
+
+
+def _read_data_files(settings: Settings, entry: Entry) -> Outcome:
+    files, source = entry.texts(), _source(settings, entry)
+    if len(files) == 1 and Path(files[0]).exists():
+        source["source"] = files[0]
+        return Takes(("sources",))
+    return Assumed("the rows of all files of the dataset are read")
+
+
+def _read_type(settings: Settings, entry: Entry) -> Outcome:
+    source, name = _source(settings, entry), entry.text()
+    kind = name.partition(".")[0].partition(":")[0]
+    if name.startswith(("rwd.", "ebft", "stepwise", "bradley_terry")):
+        return Assumed("the rows' fields are recognized by their names")
+    if kind in _PREFERENCES and name != "chat_template":
+        source["layout"] = "preference"
+    elif kind in _LAYOUTS:
+        source.setdefault("layout", _LAYOUTS[kind])
+    else:
+        return Assumed("the rows' fields are recognized by their names")
+    return Takes(("sources.layout",))
+
+
+def _read_column(field: str) -> Handler:
+    def handle(settings: Settings, entry: Entry) -> Outcome:
+        if (name := entry.text()) != field:
+            source = _source(settings, entry)
+            columns = source.setdefault("columns", {})
+            assert isinstance(columns, dict)
+            columns[field] = name
+        return Takes(("sources.columns",))
+
+    return handle
+
+
+def _read_text_column(settings: Settings, entry: Entry) -> Outcome:
+    _source(settings, entry)["text"] = entry.text()
+    return Takes(("sources.text",))
+
+
+def _read_mapping(settings: Settings, entry: Entry) -> Outcome:
+    if entry.text() in _ROLES:
+        _source(settings, entry)["layout"] = _ROLES[entry.text()]
+        return Takes(("sources.layout",))
+    if entry.text() == entry.path[-1]:
+        return Takes(("sources.layout",))
+    return Assumed("roles and contents are recognized by their names")
+
+
+def _read_of_source(key: str) -> Handler:
+    def handle(settings: Settings, entry: Entry) -> Outcome:
+        _source(settings, entry)[key] = entry.text()
+        return Takes((f"sources.{key}",))
+
+    return handle
+
+
+def _read_trained(settings: Settings, entry: Entry) -> Outcome:
+    settings.train_on = "all" if entry.truth() else "assistant"
+    return Takes(("train_on",))
+
+
+def _read_roles(settings: Settings, entry: Entry) -> Outcome:
+    roles = entry.texts()
+    if set(roles) <= {"assistant", "gpt"}:
+        settings.train_on = "assistant"
+        return Takes(("train_on",))
+    return Assumed("the assistant's turns are trained on")
+
+
+def _read_validation(settings: Settings, entry: Entry) -> Outcome:
+    if entry.number() >= 1:
+        return Assumed("nothing is held out")
+    settings.validation = entry.fraction()
+    return Takes(("validation",))
+
+
+def _read_fsdp(settings: Settings, entry: Entry) -> Outcome:
+    names = entry.texts()
+    if not names:
+        return NoEffect("switched off")
+    settings.sharding = "gradients" if "shard_grad_op" in names else "full"
+    settings.offload = settings.offload or "offload" in names
+    return Takes(("sharding",))
+
+
+def _read_fsdp_version(settings: Settings, entry: Entry) -> Outcome:
+    settings.sharding = settings.sharding or "full"
+    return Takes(("sharding",), "" if entry.whole() == 2 else "planned as FSDP2")
+
+
+def _read_reshard(settings: Settings, entry: Entry) -> Outcome:
+    settings.sharding = "full" if entry.truth() else "gradients"
+    return Takes(("sharding",))
+
+
+def _read_sharding(settings: Settings, entry: Entry) -> Outcome:
+    name = entry.text()
+    if name in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        settings.sharding = "full" if name == "FULL_SHARD" else "gradients"
+        return Takes(("sharding",))
+    return Assumed("weights, gradients and optimizer states are sharded across all devices")
+
+
+def _read_wide_checkpointing(settings: Settings, entry: Entry) -> Outcome:
+    if entry.truth():
+        settings.checkpointing = True
+        return Takes(("checkpointing",))
+    return NoEffect("switched off")
+
+
+def _read_old_attention(settings: Settings, entry: Entry) -> Outcome:
+    if not entry.truth():
+        return NoEffect("switched off")
+    settings.attention = entry.path[-1] != "eager_attention"
+    return Takes(("attention",), f"axolotl {DEFAULTS.version} calls it attn_implementation")
+
+
+def _read_variant(name: str) -> Handler:
+    def handle(settings: Settings, entry: Entry) -> Outcome:
+        if not entry.truth():
+            return NoEffect("switched off")
+        settings.lora_variant = name
+        return Takes(("lora_variant",))
+
+    return handle
+
+
+def _read_initialization(settings: Settings, entry: Entry) -> Outcome:
+    if entry.value == "pissa":
+        settings.lora_variant = "pissa"
+        return Takes(("lora_variant",))
+    return NoEffect("the adapters' first values") if isinstance(entry.value, bool) else Assumed("plain LoRA values")
+
+
+def _read_qat(settings: Settings, entry: Entry) -> Outcome:
+    settings.qat = True
+    if entry.value in ("int4",):
+        return Takes(("qat",))
+    return Assumed("weights are rounded to 4-bit integers, which costs the same")
+
+
+def _read_streaming(settings: Settings, entry: Entry) -> Outcome:
+    settings.streaming = entry.truth()
+    return Takes(("streaming",))
+
+
+def _read_double(settings: Settings, entry: Entry) -> Outcome:
+    settings.double_quantization = entry.truth()
+    return Takes(("double_quantization",))
+
+
+def _read_degree(name: str) -> Handler:
+    return take(name, Entry.whole)
+
+
+def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
+    """Applies axolotl's own rules between keys."""
+    if settings.adapter is None and settings.quantized:
+        key = entries.get("load_in_4bit") or entries["adapter"]
+        raise key.error("a base in 4 bits is frozen, and there is no adapter to train; add adapter: qlora")
+    if settings.adapter == "lora" and settings.lora_targets is None:
+        settings.lora_targets = read_target_modules(list(ADAPTED[DEFAULTS.adapts["lora"]]))
+    if settings.preference and settings.packing:
+        raise entries["sample_packing"].error("true: axolotl does not pack preferences; set it to false")
+    for source in settings.sources:
+        columns = source.get("columns")
+        if source.get("layout") == "sharegpt" and isinstance(columns, dict) and "messages" in columns:
+            name = columns.pop("messages")
+            columns |= {} if name == "conversations" else {"conversations": name}
+            if not columns:
+                del source["columns"]
+    if settings.preference or any(source.get("layout") == "preference" for source in settings.sources):
+        settings.packing = False
+        for source in settings.sources:
+            if source.get("layout") in ("messages", "alpaca", "sharegpt"):
+                source["layout"] = "kto" if not settings.pairs else "preference"
+    notes = []
+    pretraining = [entry for name, entry in entries.items() if name.startswith("pretraining_dataset.")]
+    if pretraining:
+        settings.streaming = True
+        settings.packing = True
+        if settings.validation:
+            settings.validation = 0.0
+    if settings.streaming and not settings.max_steps:
+        key = entries.get("streaming") or pretraining[0]
+        raise key.error("a streamed dataset has no known length; add max_steps")
+    if settings.streaming and len(settings.sources) > 1:
+        settings.sources = settings.sources[:1]
+        notes.append("one streamed dataset is planned; a mixture costs the same")
+    if not settings.sources:
+        notes.append("the file names no dataset")
+    return notes
+
+
+_IMAGES = refuse(VISION)
+
+AXOLOTL = Format(
+    name="axolotl",
+    title="axolotl",
+    requires=frozenset({"base_model"}),
+    unique=frozenset(),
+    defaults=DEFAULTS,
+    finish=_finish,
+    renamed={
+        "sequence_parallel_degree": "context_parallel_size",
+        "dpo_beta": "rl_beta",
+        "noisy_embedding_alpha": "neftune_noise_alpha",
+        "dataset_processes": "dataset_num_proc",
+        "pretrain_multipack_buffer_size": "streaming_multipack_buffer_size",
+        "evaluation_strategy": "eval_strategy",
+        "model_revision": "revision_of_model",
+    },
+    removed={
+        "max_packed_sequence_len": "write sequence_len, and sample_packing: true",
+        "rope_scaling": "write it under overrides_of_model_config",
+        "s2_attention": "leave it out",
+        "flash_attn_rms_norm": "leave it out",
+        "rpo_alpha": "leave it out",
+        "dpo_norm_loss": "leave it out",
+        "dpo_use_logits_to_keep": "leave it out",
+        "dpo_generate_during_eval": "leave it out",
+    },
+    table={
+        **COMMON,
+        # The model.
+        "base_model": take("model", Entry.text),
+        "base_model_config": ignore("the model's own configuration is read"),
+        "tokenizer_config": take("tokenizer", Entry.text),
+        "reinit_weights": switch("random_weights"),
+        "processor_type": _IMAGES,
+        "freeze_mm_modules": _IMAGES,
+        "image_size": _IMAGES,
+        "image_resize_algorithm": _IMAGES,
+        "tokens": take("add_tokens", Entry.texts),
+        "special_tokens.additional_special_tokens": take("add_tokens", Entry.texts),
+        "special_tokens.*": ignore("tokens that the tokenizer has"),
+        "eot_tokens": ignore("tokens that end a turn"),
+        "overrides_of_model_config.*": assume("the model's own configuration is planned"),
+        "model_config.*": assume("the model's own configuration is planned"),
+        "cls_model_config": ignore("the class of the model's configuration"),
+        "resize_token_embeddings_to_32x": assume("the embedding keeps its size"),
+        "bnb_config_kwargs.bnb_4bit_use_double_quant": _read_double,
+        "bnb_config_kwargs.*": assume("the base is quantized to NF4"),
+        "model_quantization_config": assume("the base is in half precision"),
+        "model_quantization_config_kwargs.*": assume("the base is in half precision"),
+        # The task.
+        "rl": _read_task,
+        "rl_beta": read_preference("beta"),
+        "orpo_alpha": read_preference("beta"),
+        "simpo_gamma": read_preference("gamma"),
+        "dpo_label_smoothing": read_preference("label_smoothing"),
+        "kto_desirable_weight": assume("both kinds of answers have one weight, which costs the same"),
+        "kto_undesirable_weight": assume("both kinds of answers have one weight, which costs the same"),
+        "reward_model": refuse(f"a reward model has a head of its own; {REWARDS}"),
+        "process_reward_model": refuse(f"a reward model has a head of its own; {REWARDS}"),
+        "num_labels": refuse(f"a classifier has a head of its own; {REWARDS}"),
+        "trl.*": refuse(REWARDS),
+        "vllm.*": refuse(REWARDS),
+        "ebft.*": refuse(REWARDS),
+        "diffusion.*": refuse("a diffusion language model has another loss, which is not planned"),
+        "use_eaft": assume("plain cross entropy, which costs the same but for the logits' entropy"),
+        "eaft_alpha": ignore("belongs to use_eaft"),
+        "eaft_k": ignore("belongs to use_eaft"),
+        # The data.
+        **{
+            f"{section}.*.{key}": handler
+            for section in ("datasets", "pretraining_dataset")
+            for key, handler in {
+                "path": _read_path,
+                "data_files": _read_data_files,
+                "type": _read_type,
+                "name": _read_of_source("subset"),
+                "split": _read_of_source("split"),
+                "field": _read_text_column,
+                "text_column": _read_text_column,
+                "field_messages": _read_column("messages"),
+                "field_chosen": _read_column("chosen"),
+                "field_rejected": _read_column("rejected"),
+                "field_prompt": _read_column("prompt"),
+                "message_property_mappings.role": _read_mapping,
+                "message_property_mappings.content": _read_mapping,
+                "message_field_role": _read_mapping,
+                "message_field_content": _read_mapping,
+                "roles_to_train": _read_roles,
+                "ds_type": ignore("the file's suffix says it"),
+                "trust_remote_code": ignore("no code of a dataset is run"),
+                "revision": assume("the newest revision is read"),
+                "chat_template": assume("one template lays out all rows"),
+                "train_on_eos": assume("the end of each trained turn is trained on"),
+                "roles.*": assume("roles are recognized by their names"),
+            }.items()
+        },
+        "test_datasets.*": assume("nothing is held out"),
+        "val_set_size": _read_validation,
+        "streaming": _read_streaming,
+        "chat_template": _read_template,
+        "chat_template_jinja": assume("the tokenizer's own template is used"),
+        "default_system_message": assume("the template's own system message is used"),
+        "train_on_inputs": _read_trained,
+        "dataset_prepared_path": ignore("preparing the data"),
+        "shuffle_merged_datasets": ignore("the order of the rows"),
+        "skip_prepare_dataset": ignore("preparing the data"),
+        "dataset_num_proc": ignore("preparing the data"),
+        "streaming_multipack_buffer_size": ignore("preparing the data"),
+        "min_sample_len": ignore("leaves short rows out"),
+        "excess_length_strategy": ignore("what becomes of rows that are too long"),
+        # The batch.
+        "sequence_len": take("length", Entry.whole),
+        "micro_batch_size": take("micro_batch", Entry.whole),
+        "batch_size": assume("the global batch follows from micro-batch, accumulation and devices"),
+        "num_epochs": read_epochs,
+        "sample_packing": switch("packing"),
+        "pretrain_multipack_attn": ignore("documents of a sequence never see each other"),
+        "eval_sample_packing": ignore("evaluation packs like training"),
+        "sample_packing_bin_size": ignore("preparing the data"),
+        "sample_packing_group_size": ignore("preparing the data"),
+        "sample_packing_sequentially": ignore("the order of the rows"),
+        "pad_to_sequence_len": ignore("every sequence is planned at its full length"),
+        # Optimizer and schedule.
+        "optimizer": read_optimizer,
+        "lr_scheduler": read_schedule,
+        "cosine_min_lr_ratio": take("min_lr_ratio", lambda entry: min(entry.number(), 0.999)),
+        "cosine_constant_lr_ratio": assume("the cosine falls to the end of the run"),
+        "eta_min": assume("the rate falls to 0"),
+        "evals_per_epoch": ignore("evaluation: it costs the same at another step"),
+        "saves_per_epoch": ignore("saving"),
+        "early_stopping_patience": assume("the run goes to its end"),
+        # Adapters.
+        "adapter": _read_adapter,
+        "load_in_4bit": switch("quantized"),
+        "load_in_8bit": assume("the base is in half precision, twice the memory of 8 bits"),
+        "lora_r": take("lora_rank", Entry.whole),
+        "lora_alpha": take("lora_alpha", Entry.number),
+        "lora_dropout": take("lora_dropout", Entry.fraction),
+        "lora_target_modules": _read_targets,
+        "lora_target_linear": _read_linear,
+        "lora_target_parameters": assume("the parameters of experts have no adapters"),
+        "lora_modules_to_save": assume("embedding and head stay frozen"),
+        "lora_fan_in_fan_out": ignore("the layout of weights"),
+        "lora_model_dir": assume("training starts from a new adapter, which costs the same"),
+        "lora_mlp_kernel": read_kernel("fused_gate", "adapter_kernels"),
+        "lora_qkv_kernel": read_kernel("adapter_kernels"),
+        "lora_o_kernel": read_kernel("adapter_kernels"),
+        "lora_embedding_kernel": read_kernel("adapter_kernels"),
+        "peft_use_dora": _read_variant("dora"),
+        "peft_use_rslora": _read_variant("rslora"),
+        "peft_init_lora_weights": _read_initialization,
+        "peft.loftq_config.loftq_bits": ignore("the adapters' first values"),
+        "quantize_moe_experts": assume("experts are in half precision, four times the memory of 4 bits"),
+        "unfrozen_parameters": assume("all weights are trained, which takes more memory"),
+        "full_finetune": ignore("no adapter says so"),
+        "qat.weight_dtype": _read_qat,
+        "qat.*": ignore("belongs to qat.weight_dtype"),
+        # Memory and kernels.
+        "gradient_checkpointing": _read_checkpointing,
+        "activation_offloading": _read_offloading,
+        "attn_implementation": read_attention,
+        **dict.fromkeys(
+            (
+                "flash_attention",
+                "sdp_attention",
+                "flex_attention",
+                "xformers_attention",
+                "sage_attention",
+                "eager_attention",
+            ),
+            _read_old_attention,
+        ),
+        "fused_attn_kernel": assume("the norms and rotary embedding of attention are separate kernels"),
+        "flex_attn_compile_kwargs.*": ignore("belongs to flex attention"),
+        "flash_attn_cross_entropy": assume("torch's cross entropy"),
+        "flash_attn_fuse_mlp": assume("the feed-forward is separate kernels"),
+        "gemma4_hybrid_attn_impl": ignore("the fastest kernel of each layer is planned"),
+        "plugins": _read_plugins,
+        "cut_cross_entropy": read_kernel("chunked_loss"),
+        "chunked_cross_entropy": switch("chunked_loss"),
+        "chunked_cross_entropy_num_chunks": ignore("belongs to chunked_cross_entropy"),
+        "liger_rms_norm": read_kernel("fused_norm"),
+        "liger_rope": ignore("a kernel of little weight"),
+        "liger_glu_activation": read_kernel("fused_gate"),
+        "liger_swiglu": read_kernel("fused_gate"),
+        "liger_fused_linear_cross_entropy": read_kernel("chunked_loss"),
+        "liger_layer_norm": ignore("a kernel of models with LayerNorm, of little weight"),
+        "liger_rms_norm_gated": ignore("a kernel of recurrent layers, of little weight"),
+        "liger_cross_entropy": assume("torch's cross entropy"),
+        "tiled_mlp": assume("the feed-forward computes all positions at once, which takes more memory"),
+        "torch_compile_mode": ignore("belongs to torch_compile"),
+        "torch_compile_backend": ignore("belongs to torch_compile"),
+        "use_kernels": ignore("kernels of the hub, which replace some operators"),
+        **dict.fromkeys(
+            ("use_scattermoe", "use_sonicmoe", "experts_implementation", "llama4_linearized_experts"),
+            ignore("the kernel of the experts: the plan takes a grouped product"),
+        ),
+        **dict.fromkeys(
+            ("use_dsv4_kernels", "dsv4_fp4_grouped_mode", "use_glm_dsa_kernels"),
+            assume("torch's operators in half precision"),
+        ),
+        "use_onebitllms": assume("weights are in half precision, not ternary"),
+        "fp8": switch("fp8"),
+        "bfloat16": switch("half_weights"),
+        "float16": switch("precision", "fp16"),
+        "torch_dtype": ignore("the base's precision follows from bf16 and fp16"),
+        "embeddings_skip_upcast": ignore("the embedding is planned in the weights' precision"),
+        # Devices.
+        "fsdp": _read_fsdp,
+        "fsdp_version": _read_fsdp_version,
+        **{
+            f"fsdp_config.{prefix}{key}": handler
+            for prefix in ("", "fsdp_")
+            for key, handler in {
+                "version": _read_fsdp_version,
+                "offload_params": switch("offload"),
+                "activation_checkpointing": _read_wide_checkpointing,
+                "reshard_after_forward": _read_reshard,
+                "sharding_strategy": _read_sharding,
+                **dict.fromkeys(
+                    (
+                        *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "use_orig_params", "min_num_params"),
+                        *("backward_prefetch", "limit_all_gathers", "forward_prefetch"),
+                    ),
+                    ignore("each layer is sharded by itself"),
+                ),
+                **dict.fromkeys(
+                    ("state_dict_type", "final_state_dict_type", "cpu_ram_efficient_loading", "sync_module_states"),
+                    ignore("loading and saving"),
+                ),
+                "cpu_offload_pin_memory": ignore("how shards are kept on the host"),
+                "mixed_precision_policy": assume("matmuls in the precision of bf16 or fp16"),
+            }.items()
+        },
+        "fsdp_final_state_dict_type": ignore("saving"),
+        "dp_shard_size": _read_degree("shard_size"),
+        "dp_replicate_size": _read_degree("replicas"),
+        "tensor_parallel_size": _read_degree("tensor_parallel"),
+        "context_parallel_size": _read_degree("context_parallel"),
+        "expert_parallel_size": _read_degree("expert_parallel"),
+        "expert_parallel_num_nvl_bytes": ignore("belongs to expert_parallel_size"),
+        "expert_parallel_token_capacity": ignore("belongs to expert_parallel_size"),
+        "heads_k_stride": ignore("belongs to context_parallel_size"),
+        "ring_attn_func": ignore("belongs to context_parallel_size"),
+        "accelerator_config.*": ignore("when gradients are added across devices"),
+        "device_map.*": ignore("loading"),
+        "ddp": ignore("data parallelism, with more than one device"),
+        "lisa_n_layers": assume("all layers are trained at each step, which takes more memory"),
+        "lisa_step_interval": ignore("belongs to lisa_n_layers"),
+        "lisa_layers_attribute": ignore("belongs to lisa_n_layers"),
+        # Without effect.
+        **dict.fromkeys(
+            (
+                *("type_of_model", "model_type", "tokenizer_type", "revision_of_model", "tokenizer_use_fast"),
+                *("tokenizer_legacy", "tokenizer_use_mistral_common", "strict", "experimental_skip_move_to_device"),
+                *("is_llama_derived_model", "is_mistral_derived_model", "is_falcon_derived_model", "debug"),
+                *("is_qwen_derived_model", "tokenizer_save_jinja_files", "axolotl_config_path"),
+            ),
+            ignore("loading"),
+        ),
+        **dict.fromkeys(
+            ("loss_watchdog_threshold", "loss_watchdog_patience", "gc_steps", "profiler_steps", "profiler_steps_start"),
+            ignore("watching the run"),
+        ),
+        **dict.fromkeys(
+            ("do_causal_lm_eval", "eval_causal_lm_metrics", "generate_samples", "num_generation_samples"),
+            ignore("evaluation: the plan has it at the end, with a training micro-batch"),
+        ),
+    },
+)

@@ -1,0 +1,13 @@
+"""The formats that preheat reads, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from preheat.interop.axolotl import AXOLOTL
+from preheat.interop.llama_factory import LLAMA_FACTORY
+from preheat.interop.reading import Format
+
+__all__ = ["FORMATS"]
+
+FORMATS: Mapping[str, Format] = {format.name: format for format in (AXOLOTL, LLAMA_FACTORY)}

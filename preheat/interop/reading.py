@@ -1,0 +1,277 @@
+"""Reads another trainer's configuration to a recipe, and accounts for every key of it. No torch.
+
+A trainer is a `Format`: one file of this package with one table of keys. A key of the table has a handler, which fills
+in `Settings` and says what became of the key; a key that is not in the table is not understood.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from preheat import recipe as recipes
+from preheat.core.config_reading import (
+    AssumedDefault,
+    ConfigReading,
+    KeyNotUnderstood,
+    KeyTaken,
+    KeyWithoutEffect,
+)
+from preheat.errors import RecipeError
+from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Takes, iterate_entries
+from preheat.interop.settings import OURS, Settings, build_values
+from preheat.interop.trainer_defaults import TrainerDefaults
+from preheat.recipe import Recipe
+from preheat.recipe.yaml_io import compose
+from preheat.sanitize import quote_value, shorten
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
+__all__ = ["ForeignConfig", "Format", "find_format", "read_config"]
+
+_log = logging.getLogger("preheat.interop")  # shown by the command line
+
+_RECIPE_ONLY = ("batch", "data", "stop", "techniques")
+"""Sections that only a recipe has: a file with one of them is a recipe, whatever else is in it."""
+
+
+_FOUR_BIT = re.compile(r"[-_](awq|gptq|nf4|bnb-4bit|4bit|int4)\b", re.IGNORECASE)
+"""Ends of the names of checkpoints in 4 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """The configuration format of a trainer.
+
+    Attributes:
+        name: as in `--from`.
+        title: the trainer's own spelling.
+        requires: a file of the format has all of these keys.
+        unique: it has at least one of these, which no other format has; empty: `requires` are unique.
+        defaults: what the trainer does that the file leaves out.
+        table: dotted key -> handler; an item of a list is a `*`, and a `*` at the end stands for any key.
+        renamed: old key -> the key that replaced it, which handles it.
+        removed: key of an earlier version -> what to write instead.
+        finish: applies the trainer's own rules once all keys are read; takes the keys by name, to blame.
+    """
+
+    name: str
+    title: str
+    requires: frozenset[str]
+    unique: frozenset[str]
+    defaults: TrainerDefaults
+    table: Mapping[str, Handler]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    removed: Mapping[str, str] = field(default_factory=dict)
+    finish: Callable[[Settings, Mapping[str, Entry]], Sequence[str]] = lambda settings, entries: ()
+
+    def find_own_key(self, values: Mapping[str, object]) -> str | None:
+        """Returns a key by which a file is of this format; None if it is not."""
+        if not self.requires <= values.keys():
+            return None
+        own = self.unique or self.requires
+        return next((key for key in values if key in own), None)
+
+
+@dataclass(frozen=True)
+class ForeignConfig:
+    """A recipe that was read from another trainer's configuration.
+
+    Attributes:
+        reads_data: True if the data is on this machine, and can be read for a plan.
+    """
+
+    recipe: Recipe
+    reading: ConfigReading
+    reads_data: bool
+
+
+def find_format(text: str, where: str, formats: Mapping[str, Format], name: str | None = None) -> Format | None:
+    """Returns the format of a file, by its keys; None if it is none of these, as a recipe is not.
+
+    Args:
+        name: the format that the user states.
+
+    Raises:
+        RecipeError: the file has keys of two formats, or is not YAML.
+    """
+    if name is not None:
+        return formats[name]
+    values, lines = compose(text, where)
+    if not isinstance(values, Mapping) or any(isinstance(values.get(key), Mapping) for key in _RECIPE_ONLY):
+        return None
+    found = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
+    if len(found) > 1:
+        (first, key), (second, other) = sorted(found[:2], key=lambda pair: lines[(pair[1],)])
+        raise RecipeError(
+            f"{where}:{lines[(other,)]}: {other}: is a key of {second.title}, and {key} (line {lines[(key,)]}) of "
+            f"{first.title}; leave one format out, or name it: --from {first.name}"
+        )
+    return found[0][0] if found else None
+
+
+def read_config(
+    text: str,
+    file: Path,
+    format: Format,
+    *,
+    where: str | None = None,
+    overrides: Sequence[str] = (),
+    devices: int | None = None,
+    warn: bool = False,
+) -> ForeignConfig:
+    """Reads a configuration to a recipe.
+
+    Args:
+        text: of the file.
+        file: relative paths in it may start from its folder.
+        where: name of the file in errors.
+        overrides: `key=value` of the recipe.
+        devices: number of devices; None: as many as the file's degrees of parallelism need.
+        warn: log keys that are not understood.
+
+    Raises:
+        RecipeError: a key has the wrong type, belongs to a feature that cannot be planned, or contradicts another; with
+            file, line and key.
+    """
+    where = where or str(file)
+    values, lines = compose(text, where)
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
+    settings = Settings(
+        name=file.stem,
+        home=file.parent,
+        devices=devices,
+        lora_dropout=format.defaults.adapter_dropout,
+        **{key: default.value for key, default in format.defaults.settings.items()},  # type: ignore[arg-type]
+    )
+    entries = list(iterate_entries(values, lines, where))
+    outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
+    by_name = {entry.name: entry for entry in entries}
+    assumptions = [*format.finish(settings, by_name), *_describe_assumptions(settings)]
+    if settings.model is None:
+        raise RecipeError(f"{where}: {' or '.join(sorted(format.requires))}: names no model; add it")
+    if settings.adapter and not settings.quantized and _FOUR_BIT.search(settings.model):
+        settings.quantized = True
+        assumptions.append(f"{settings.model} is in 4 bits by its name: its base is planned as NF4")
+    built = build_values(settings)
+    sources = _find_blame(outcomes)
+    recipe = recipes.read_values(built, where=where, sources=sources, overrides=overrides, warn=False)
+    reads_data = _is_data_here(recipe)
+    if not reads_data:
+        assumptions.append(_describe_absent_data(recipe))
+    reading = _build_reading(format, where, outcomes, built, assumptions)
+    if warn:
+        for key in reading.not_understood:
+            _log.warning("%s:%d: %s: not understood; %s", where, key.line, key.key, key.assumed)
+    return ForeignConfig(recipe, reading, reads_data)
+
+
+def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffect | Assumed:
+    key = ".".join("*" if step.isdigit() else step for step in entry.path)
+    if entry.value is None:
+        return NoEffect("null: the trainer's default")
+    if key in format.removed:
+        raise entry.error(f"{format.title} {format.defaults.version} has no such key; {format.removed[key]}")
+    renamed = format.renamed.get(key)
+    if handler := format.table.get(renamed or key) or _find_pattern(format.table, key):
+        outcome = handler(settings, entry)
+        if renamed and isinstance(outcome, Takes):
+            note = f"{format.title} calls it {renamed} today"
+            return Takes(outcome.fields, f"{note}; {outcome.note}" if outcome.note else note)
+        return outcome
+    near = difflib.get_close_matches(key, list(format.table), n=1, cutoff=0.85)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return Assumed(f"the plan is without it{hint}")
+
+
+def _find_pattern(table: Mapping[str, Handler], key: str) -> Handler | None:
+    """Returns the handler of the closest section of which all keys are handled alike (`section.*`)."""
+    steps = key.split(".")
+    return next((table[name] for n in range(len(steps), 0, -1) if (name := ".".join([*steps[:n], "*"])) in table), None)
+
+
+def _find_blame(outcomes: Sequence[tuple[Entry, object]]) -> dict[tuple[str, ...], str]:
+    """Returns the key of the recipe -> the file, line and foreign key that set it, for errors."""
+    return {
+        tuple(ours.split(".")): f"{entry.where}:{entry.line}: {entry.name}"
+        for entry, outcome in outcomes
+        if isinstance(outcome, Takes)
+        for name in outcome.fields
+        for ours in OURS[name]
+    }
+
+
+def _build_reading(
+    format: Format,
+    where: str,
+    outcomes: Sequence[tuple[Entry, Takes | NoEffect | Assumed]],
+    built: JsonObject,
+    assumptions: Sequence[str],
+) -> ConfigReading:
+    taken, without, unknown = [], [], []
+    stated: set[str] = set()
+    for entry, outcome in outcomes:
+        if isinstance(outcome, Takes):
+            stated |= set(outcome.fields)
+            ours = tuple(dict.fromkeys(text for name in outcome.fields for text in _show_ours(name, built)))
+            taken.append(KeyTaken(key=entry.name, value=entry.shown, line=entry.line, ours=ours, note=outcome.note))
+        elif isinstance(outcome, NoEffect):
+            without.append(KeyWithoutEffect(key=entry.name, value=entry.shown, line=entry.line, why=outcome.why))
+        else:
+            unknown.append(KeyNotUnderstood(key=entry.name, value=entry.shown, line=entry.line, assumed=outcome.text))
+    defaults = [
+        AssumedDefault(ours=tuple(_show_ours(name, built)), what=default.what, source=default.source)
+        for name, default in format.defaults.settings.items()
+        if name not in stated
+    ]
+    return ConfigReading(
+        trainer=format.name,
+        version=format.defaults.version,
+        file=where,
+        taken=tuple(taken),
+        without_effect=tuple(without),
+        not_understood=tuple(unknown),
+        defaults=tuple(defaults),
+        assumptions=tuple(assumptions),
+    )
+
+
+def _show_ours(name: str, built: JsonObject) -> list[str]:
+    """Returns `key: value` of the recipe's keys that follow from a field of `Settings`."""
+    shown = []
+    for key in OURS[name]:
+        value: object = built
+        for step in key.split("."):
+            value = value.get(step) if isinstance(value, Mapping) else None
+        if value is not None:
+            shown.append(f"{key}: {shorten(json.dumps(value, ensure_ascii=False), 100)}")
+    return shown[:1] if name.startswith("sources.") else shown
+
+
+def _describe_assumptions(settings: Settings) -> list[str]:
+    """Returns what a plan assumes of the lengths of the rows."""
+    if settings.packing:
+        return []
+    return [
+        f"rows are padded, not packed: every one is planned at the full {settings.length:,} tokens, so shorter ones "
+        "take less memory and time"
+    ]
+
+
+def _describe_absent_data(recipe: Recipe) -> str:
+    names = ", ".join(str(part.source) for part, _ in recipe.data.parts())
+    text = f"{shorten(names)} is not on this machine"
+    return text if recipe.stop.max_steps else f"{text}: the steps of an epoch are not known (--set stop.max_steps=N)"
+
+
+def _is_data_here(recipe: Recipe) -> bool:
+    """Returns True if all sources of the data are files or folders of this machine."""
+    return all(isinstance(part.source, str) and Path(part.source).exists() for part, _ in recipe.data.parts())

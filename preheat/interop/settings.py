@@ -1,0 +1,364 @@
+"""The settings of a training run in terms that all trainers share, and the recipe that follows from them. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from preheat.core.json_types import JsonObject
+
+__all__ = ["OURS", "Settings", "build_values"]
+
+
+@dataclass
+class Settings:
+    """What a configuration says of a run; handlers of its keys fill it in. Field names are those of `OURS`.
+
+    Attributes:
+        home: folder of the file, which relative paths may start from.
+        devices: number of devices, if the command states it.
+        micro_batch: sequences (or pairs) per device and micro-batch.
+        half_weights: trained weights are in half precision, without fp32 copies.
+        sources: of the data, in the recipe's terms (source, layout, columns, ...).
+        pairs: a row of the data is two answers, each a sequence.
+    """
+
+    home: Path = Path()
+    name: str = "run"
+    seed: int = 0
+    devices: int | None = None
+    model: str | None = None
+    random_weights: bool = False
+    part: str = "auto"
+    tokenizer: str | None = None
+    add_tokens: list[str] = field(default_factory=list)
+    sources: list[dict[str, object]] = field(default_factory=list)
+    streaming: bool = False
+    template: str | None = None
+    train_on: str = "assistant"
+    validation: float | str = 0.0
+    workers: int = 0
+    limit: int | None = None
+    packing: bool = False
+    length: int = 512
+    micro_batch: int = 1
+    accumulation: int = 1
+    pairs: bool = False
+    optimizer: str = "adamw_torch_fused"
+    learning_rate: float = 5e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "cosine"
+    warmup_ratio: float = 0.0
+    warmup_steps: int | None = None
+    min_lr_ratio: float = 0.0
+    epochs: float | None = None
+    max_steps: int | None = None
+    eval_steps: int | None = None
+    save_steps: int | None = None
+    save_limit: int | None = None
+    adapter: str | None = None
+    quantized: bool = False
+    double_quantization: bool = True
+    lora_rank: int = 8
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: str | list[str] | None = None
+    lora_variant: str = "lora"
+    pissa_iterations: int = 0
+    precision: str = "bf16"
+    half_weights: bool = False
+    checkpointing: bool = False
+    activation_offload: bool = False
+    attention: bool = True
+    compiled: bool = False
+    fp8: bool = False
+    chunked_loss: bool = False
+    fused_norm: bool = False
+    fused_gate: bool = False
+    adapter_kernels: bool = False
+    label_smoothing: float = 0.0
+    neftune: float | None = None
+    preference: dict[str, object] = field(default_factory=dict)
+    qat: bool = False
+    apollo: bool = False
+    shifted_groups: bool = False
+    sharding: str | None = None
+    offload: bool = False
+    shard_size: int | None = None
+    replicas: int = 1
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def model_parallel(self) -> int:
+        """Devices that read the same rows."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def world(self) -> int:
+        """Number of devices: of the command, else as many as the file's degrees need."""
+        shards = max(self.shard_size or 1, 1) * max(self.replicas, 1)
+        return self.devices or max(shards * self.model_parallel, self.expert_parallel)
+
+
+OURS: Mapping[str, tuple[str, ...]] = {
+    "seed": ("seed",),
+    "devices": ("parallel.devices",),
+    "model": ("model.path",),
+    "random_weights": ("model.weights",),
+    "part": ("model.part",),
+    "tokenizer": ("data.tokenizer",),
+    "add_tokens": ("model.add_tokens",),
+    "sources": ("data.source",),
+    "sources.layout": ("data.layout", "data.source"),
+    "sources.columns": ("data.columns", "data.layout", "data.source"),
+    "sources.text": ("data.text", "data.source"),
+    "sources.subset": ("data.subset", "data.source"),
+    "sources.split": ("data.split", "data.source"),
+    "sources.limit": ("data.limit", "data.source"),
+    "streaming": ("data.streaming",),
+    "template": ("data.template",),
+    "train_on": ("data.train_on",),
+    "validation": ("data.validation",),
+    "workers": ("data.workers",),
+    "packing": ("data.packing",),
+    "length": ("batch.seq_len",),
+    "micro_batch": ("batch.size",),
+    "accumulation": ("techniques.gradient_accumulation", "batch.size"),
+    "optimizer": (
+        *("techniques.low_bit_adamw", "techniques.adafactor", "techniques.lion", "techniques.muon"),
+        "techniques.apollo",
+    ),
+    "learning_rate": ("optimizer.lr",),
+    "betas": ("optimizer.betas",),
+    "eps": ("optimizer.eps",),
+    "weight_decay": ("optimizer.weight_decay",),
+    "max_grad_norm": ("optimizer.max_grad_norm",),
+    "schedule": ("schedule.kind", "schedule.min_lr_ratio"),
+    "warmup_ratio": ("schedule.warmup_ratio",),
+    "warmup_steps": ("schedule.warmup_ratio",),
+    "min_lr_ratio": ("schedule.min_lr_ratio",),
+    "epochs": ("stop.epochs",),
+    "max_steps": ("stop.max_steps",),
+    "eval_steps": ("evaluate.every",),
+    "save_steps": ("checkpoint.every",),
+    "save_limit": ("checkpoint.keep",),
+    "adapter": ("techniques.lora", "techniques.nf4"),
+    "quantized": ("techniques.nf4",),
+    "double_quantization": ("techniques.nf4.double_quantization",),
+    "lora_rank": ("techniques.lora.rank",),
+    "lora_alpha": ("techniques.lora.alpha",),
+    "lora_dropout": ("techniques.lora.dropout",),
+    "lora_targets": ("techniques.lora.target_modules",),
+    "lora_variant": ("techniques.lora.variant",),
+    "pissa_iterations": ("techniques.lora.pissa_iterations",),
+    "precision": ("techniques.mixed_precision",),
+    "half_weights": ("techniques.mixed_precision",),
+    "checkpointing": ("techniques.activation_checkpointing",),
+    "activation_offload": ("techniques.activation_offload",),
+    "attention": ("techniques.efficient_attention",),
+    "compiled": ("techniques.compile",),
+    "fp8": ("techniques.fp8",),
+    "chunked_loss": ("techniques.chunked_loss",),
+    "fused_norm": ("techniques.fused_operators.norm",),
+    "fused_gate": ("techniques.fused_operators.gate",),
+    "adapter_kernels": ("techniques.fused_operators.adapters",),
+    "label_smoothing": ("techniques.regularized_loss",),
+    "neftune": ("techniques.neftune",),
+    "preference": ("techniques.preference",),
+    "qat": ("techniques.quantization_aware",),
+    "shifted_groups": ("techniques.shifted_groups",),
+    "sharding": ("techniques.fsdp", "techniques.zero1"),
+    "offload": ("techniques.fsdp.offload",),
+    "shard_size": ("techniques.fsdp", "parallel.devices"),
+    "replicas": ("techniques.fsdp.replicate", "parallel.devices"),
+    "tensor_parallel": ("techniques.tensor_parallel", "parallel.devices"),
+    "context_parallel": ("techniques.context_parallel", "parallel.devices"),
+    "pipeline_parallel": ("techniques.pipeline_parallel", "parallel.devices"),
+    "expert_parallel": ("techniques.expert_parallel", "parallel.devices"),
+    "sequence_parallel": ("techniques.tensor_parallel.sequence_parallel",),
+}
+"""Field of `Settings` -> the keys of the recipe that follow from it; of a setting of `sources` the first that is there,
+since several sources are one list."""
+
+_LOW_BIT = {"8bit": 8, "4bit": 4}
+
+
+def build_values(settings: Settings) -> JsonObject:
+    """Returns the recipe that follows from the settings, as plain values for `recipe.read_values`."""
+    ranks = settings.world // settings.model_parallel
+    rows = settings.micro_batch * settings.accumulation * max(ranks, 1) * (2 if settings.pairs else 1)
+    return {
+        "name": re.sub(r"[^\w.-]+", "-", settings.name).strip(".-")[:80] or "run",
+        "seed": settings.seed,
+        "model": _build_model(settings),
+        "data": _build_data(settings),
+        "batch": {"size": rows, "seq_len": settings.length},
+        "optimizer": {
+            "lr": settings.learning_rate,
+            "betas": list(settings.betas),
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+            "max_grad_norm": settings.max_grad_norm,
+        },
+        "schedule": _build_schedule(settings),
+        # Steps come first in these trainers: epochs are then not read.
+        "stop": {"max_steps": settings.max_steps} if settings.max_steps else {"epochs": settings.epochs},
+        "evaluate": {"every": settings.eval_steps} if settings.eval_steps and settings.validation else {},
+        "checkpoint": {
+            key: value
+            for key, value in (("every", settings.save_steps), ("keep", settings.save_limit))
+            if value is not None
+        },
+        **({"parallel": {"devices": settings.world}} if settings.world > 1 else {}),
+        "techniques": _build_techniques(settings),
+    }
+
+
+def _build_model(settings: Settings) -> JsonObject:
+    assert settings.model is not None
+    model: JsonObject = {"path": settings.model}
+    if settings.random_weights:
+        model["weights"] = "random"
+    if settings.part != "auto":
+        model["part"] = settings.part
+    if settings.add_tokens:
+        model["add_tokens"] = settings.add_tokens
+    return model
+
+
+def _build_data(settings: Settings) -> JsonObject:
+    data: JsonObject = {"validation": settings.validation}
+    if len(settings.sources) == 1:
+        data |= settings.sources[0]
+    elif settings.sources:
+        data["source"] = settings.sources
+    if settings.streaming:
+        data["streaming"] = True
+    for key in ("template", "tokenizer", "workers"):
+        if value := getattr(settings, key):
+            data[key] = value
+    if settings.train_on != "assistant":
+        data["train_on"] = settings.train_on
+    # These trainers split plain text at the ends of sequences, and no example; a padded row has one.
+    text = all(source.get("layout") == "text" for source in settings.sources)
+    data["packing"] = "stream" if settings.packing and text else "whole"
+    return data
+
+
+def _build_schedule(settings: Settings) -> JsonObject:
+    warmup = settings.warmup_ratio
+    if settings.warmup_steps is not None and settings.max_steps:
+        warmup = min(settings.warmup_steps / settings.max_steps, 0.99)
+    if settings.schedule == "constant":
+        return {"kind": "constant", "warmup_ratio": warmup}
+    if settings.schedule == "linear":  # from the end of the warmup to the end of the run
+        return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": 1 - warmup, "min_lr_ratio": 0.0}
+    return {"kind": "cosine", "warmup_ratio": warmup, "min_lr_ratio": settings.min_lr_ratio}
+
+
+def _build_techniques(settings: Settings) -> JsonObject:
+    techniques: JsonObject = {}
+    if settings.attention:
+        techniques["efficient_attention"] = {}
+    if mode := _choose_precision(settings):
+        techniques["mixed_precision"] = {"mode": mode}
+    if settings.adapter == "lora":
+        techniques["lora"] = _build_lora(settings)
+    if settings.quantized:
+        techniques["nf4"] = {} if settings.double_quantization else {"double_quantization": False}
+    if settings.checkpointing:
+        techniques["activation_checkpointing"] = {}
+    if settings.activation_offload:
+        techniques["activation_offload"] = {}
+    if settings.accumulation > 1:
+        techniques["gradient_accumulation"] = {"steps": settings.accumulation}
+    techniques |= _build_optimizer(settings)
+    fused = {"norm": settings.fused_norm, "gate": settings.fused_gate, "adapters": settings.adapter_kernels}
+    # The compiler fuses them otherwise.
+    if any(fused.values()) and not settings.compiled:
+        techniques["fused_operators"] = fused
+    if settings.preference:
+        techniques["preference"] = settings.preference
+    if settings.neftune:
+        techniques["neftune"] = {"alpha": settings.neftune}
+    if settings.label_smoothing:
+        techniques["regularized_loss"] = {"label_smoothing": settings.label_smoothing, "z": 0.0}
+    switches = {
+        "chunked_loss": settings.chunked_loss,
+        "compile": settings.compiled,
+        "fp8": settings.fp8,
+        "quantization_aware": settings.qat,
+        "shifted_groups": settings.shifted_groups,
+    }
+    return techniques | {name: {} for name, on in switches.items() if on} | _build_parallelism(settings)
+
+
+def _choose_precision(settings: Settings) -> str | None:
+    if settings.precision == "fp32":
+        return None
+    if settings.half_weights and settings.adapter is None:
+        return f"{settings.precision}_pure" if settings.precision == "bf16" else "fp16_master"
+    return settings.precision
+
+
+def _build_lora(settings: Settings) -> JsonObject:
+    alpha = settings.lora_alpha if settings.lora_alpha is not None else 2 * settings.lora_rank
+    lora: JsonObject = {"rank": settings.lora_rank, "alpha": float(alpha), "dropout": settings.lora_dropout}
+    if settings.lora_targets is not None:
+        lora["target_modules"] = settings.lora_targets
+    if settings.lora_variant != "lora":
+        lora["variant"] = settings.lora_variant
+    if settings.pissa_iterations and settings.lora_variant == "pissa":
+        lora["pissa_iterations"] = settings.pissa_iterations
+    return lora
+
+
+def _build_optimizer(settings: Settings) -> JsonObject:
+    name = settings.optimizer
+    if settings.apollo:
+        return {"apollo": {}}
+    for family in ("adafactor", "lion", "muon"):
+        if family in name:
+            return {family: {}}
+    bits = next((bits for end, bits in _LOW_BIT.items() if end in name), None)
+    return {} if bits is None else {"low_bit_adamw": {"bits": bits}}
+
+
+def _build_parallelism(settings: Settings) -> JsonObject:
+    techniques: JsonObject = {}
+    world, ranks = settings.world, settings.world // settings.model_parallel
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
+        if (degree := getattr(settings, name)) > 1:
+            techniques[name] = {"degree": degree}
+    if "tensor_parallel" in techniques:
+        # The head's output is gathered in these trainers.
+        techniques["tensor_parallel"] |= {"loss_parallel": False, "sequence_parallel": settings.sequence_parallel}
+    # One data-parallel rank has nothing to shard, and none to add its gradients to; context parallelism shards weights.
+    if world == 1 or (ranks == 1 and settings.context_parallel == 1):
+        return techniques
+    if settings.sharding in ("full", "gradients"):
+        fsdp: JsonObject = {} if settings.sharding == "full" else {"reshard_after_forward": False}
+        if settings.precision == "bf16" and not settings.half_weights and settings.adapter is None:
+            fsdp["gather"] = "bf16"
+        if settings.offload:
+            fsdp["offload"] = True
+        if settings.replicas > 1:
+            fsdp["replicate"] = settings.replicas
+        techniques["fsdp"] = fsdp
+    else:
+        techniques["data_parallel"] = {}
+        if settings.sharding == "optimizer":
+            techniques["zero1"] = {}
+    return techniques

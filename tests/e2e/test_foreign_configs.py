@@ -1,0 +1,125 @@
+"""Configurations of axolotl and LLaMA-Factory in place of a recipe, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from .conftest import Command, losses
+
+AXOLOTL = """\
+base_model: base
+datasets:
+  - path: me/rows
+    type: alpaca
+adapter: lora
+lora_r: 4
+lora_target_linear: true
+load_in_8bit: true
+sequence_len: 64
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+num_epochs: 1
+bf16: true
+gradient_checkpointing: true
+wandb_project: mine
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: base
+stage: sft
+finetuning_type: lora
+lora_rank: 2
+dataset_dir: .
+dataset: mine
+template: alpaca
+cutoff_len: 64
+per_device_train_batch_size: 2
+max_steps: 2
+val_size: 0.2
+"""
+
+
+@pytest.fixture
+def folder(preheat: Command, data_folder: Path) -> Path:
+    """A small model and rows, with a file of each trainer."""
+    shutil.copytree(data_folder / "stories260K-hf", preheat.folder / "base", copy_function=shutil.copy)
+    rows = [{"instruction": f"Say {n}", "output": f"It is {n}."} for n in range(30)]
+    (preheat.folder / "rows.json").write_text(json.dumps(rows))
+    (preheat.folder / "dataset_info.json").write_text('{"mine": {"file_name": "rows.json"}}')
+    (preheat.folder / "axolotl.yaml").write_text(AXOLOTL)
+    (preheat.folder / "lf.yaml").write_text(LLAMA_FACTORY)
+    return preheat.folder
+
+
+def test_a_configuration_is_planned_beginning_with_how_it_was_read(preheat: Command, folder: Path) -> None:
+    out, error = preheat.here("plan", "axolotl.yaml", "--gpu", "H100")
+    lines = out.splitlines()
+    assert lines[0] == (
+        "read as axolotl 0.19: 12 keys taken over, 1 without effect, 1 not understood (--verbose lists all)"
+    )
+    assert lines[1].startswith(
+        "  axolotl.yaml:8: load_in_8bit: true: not understood; assumed: the base is in half prec"
+    )
+    assert "padded, not packed" in lines[2]
+    assert lines[3].startswith("  assumed: me/rows is not on this machine: the steps of an epoch are not known")
+    assert "on H100: fits" in out
+    assert "instead " in out
+    assert "Traceback" not in error
+    assert (
+        "  9: sequence_len: 64 -> batch.seq_len: 64"
+        in preheat.here("plan", "axolotl.yaml", "--gpu", "H100", "--verbose")[0].splitlines()
+    )
+
+
+def test_the_plan_has_the_reading_by_its_schema(preheat: Command, folder: Path) -> None:
+    plan = preheat.here.json("plan", "axolotl.yaml", "--gpu", "H100", "--count", "2")
+    jsonschema.validate(plan, preheat.here.json("plan", "--schema"))
+    assert plan["recipe"]["batch"]["size"] == 8
+    assert [key["key"] for key in plan["reading"]["not_understood"]] == ["load_in_8bit"]
+    assert preheat.here.json("plan", "r.yaml", "--gpu", "H100")["reading"] is None
+
+
+def test_a_configuration_shows_its_data_and_trains(preheat: Command, folder: Path) -> None:
+    shown = preheat.here.json("data", "lf.yaml")
+    assert shown["layout"].startswith("alpaca")
+    assert shown["counts"]["sources"][0]["source"].endswith("rows.json")
+    preheat.here("train", "lf.yaml", "--out", "run")
+    assert sorted(losses(folder / "run")) == [1, 2]
+
+
+def test_a_job_decides_the_number_of_devices(preheat: Command, folder: Path) -> None:
+    arguments = ("--scheduler", "slurm", "--nodes", "2", "--gpus-per-node", "4")
+    job = preheat.here.json("launch", "lf.yaml", *arguments)
+    assert (job["devices"], job["mesh"]) == (8, {"replicate": 8})
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        (
+            AXOLOTL.replace("base\n", "owner/unheard-of\n", 1),
+            (),
+            "f.yaml:1: base_model: model.path: owner/unheard-of: ",
+        ),
+        (AXOLOTL + "stage: sft\nmodel_name_or_path: base\n", (), "f.yaml:16: stage: is a key of LLaMA-Factory, and "),
+        (AXOLOTL.replace("64", "long"), (), "f.yaml:9: sequence_len: must be a number, got 'long'"),
+        (AXOLOTL, ("--from", "axolot"), "--from: axolot: not a known format; did you mean 'axolotl'?"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    text: str, arguments: tuple[str, ...], message: str, preheat: Command, folder: Path
+) -> None:
+    (folder / "f.yaml").write_text(text)
+    error = preheat.here("plan", "f.yaml", "--gpu", "H100", *arguments, code=2)[1]
+    assert error.startswith(f"error: {message}")
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_from_states_the_format(preheat: Command, folder: Path) -> None:
+    (folder / "f.yaml").write_text(AXOLOTL + "stage: sft\nmodel_name_or_path: base\n")
+    unknown = preheat.here.json("plan", "f.yaml", "--from", "axolotl", "--gpu", "H100")["reading"]["not_understood"]
+    assert [key["key"] for key in unknown] == ["load_in_8bit", "stage", "model_name_or_path"]

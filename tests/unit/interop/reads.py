@@ -1,0 +1,27 @@
+"""Reads small files of other trainers, and looks up what became of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from preheat.interop.formats import FORMATS
+from preheat.interop.reading import ForeignConfig, find_format, read_config
+from preheat.recipe import to_values
+
+
+def read(text: str, file: Path = Path("f.yaml"), overrides: Sequence[str] = (), **options: Any) -> ForeignConfig:
+    format = find_format(text, "f.yaml", FORMATS)
+    assert format is not None
+    return read_config(text, file, format, where="f.yaml", overrides=overrides, **options)
+
+
+def look_up(config: ForeignConfig, key: str) -> object:
+    """The value of a dotted key of the recipe; None if the recipe is without its section."""
+    value: Any = to_values(config.recipe)
+    for step in key.split("."):
+        if step not in value:
+            return None
+        value = value[step]
+    return value
