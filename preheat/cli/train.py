@@ -396,8 +396,8 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             help=(
-                "A recipe file, or the name of a built-in recipe (see: preheat recipes); with --resume also the URL of "
-                "a run."
+                "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of axolotl "
+                "or LLaMA-Factory; with --resume also the URL of a run."
             ),
         ),
     ],

@@ -64,7 +64,7 @@ METHODS = {
 MAKING = {"tensor", "as_tensor", "asarray", "scalar_tensor"}
 COPIES = {"preheat::to_host", "preheat::copy_to_host_", "preheat::copy_to_device_", "preheat::host_zeros"}
 """Begun on the current stream, from pinned memory: see ops/memory/host_transfer.py."""
-HOST = "_lies_on_host"
+HOST = "_mark_on_host"
 
 
 def _tensors(value: Any) -> list[Tensor]:

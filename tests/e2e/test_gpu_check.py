@@ -235,7 +235,7 @@ def test_recipes_are_planned_beforehand_and_trained_as_planned(gpu: Any, tmp_pat
 
 
 def test_all_recipes_exist_at_the_sizes_of_a_gpu(gpu: Any) -> None:
-    where, recipe_of = gpu("case").Where("cuda", False, ""), gpu("shapes").recipe_of
+    where, recipe_of = gpu("case").Where("cuda", False, ""), gpu("shapes").build_recipe
     for _, *of in gpu("memory").RECIPES:
         assert recipe_of(where, *of, 3)
     for shape, rows, length, rungs in gpu("ladder").TASKS.values():
@@ -245,7 +245,7 @@ def test_all_recipes_exist_at_the_sizes_of_a_gpu(gpu: Any) -> None:
 
 def test_only_known_refusals_are_skipped(gpu: Any) -> None:
     correct, case = gpu("correct"), gpu("case")
-    refuse = correct._refusal
+    refuse = correct._classify_refusal
     assert isinstance(refuse("techniques.fp8: needs torchao, which is not installed", {"fp8": {}}), case.Skip)
     assert isinstance(refuse("techniques.liger: Liger's kernels need a CUDA device", {"liger": {}}), case.Skip)
     assert isinstance(refuse("batch.seq_len: 128 is longer than the model's 64 positions", {"lora": {}}), case.Wrong)
@@ -299,7 +299,7 @@ def test_out_of_memory_needs_a_limit_and_its_error(
 def test_the_phases_that_are_limited_exist(gpu: Any) -> None:
     from preheat.core import Phase
 
-    places = gpu("short_of_memory").places()
+    places = gpu("short_of_memory").find_phase_functions()
     for owner, name in places.values():
         assert callable(getattr(owner, name))
     assert places.keys() == gpu("correct").SHORT.keys()
@@ -326,7 +326,7 @@ def _compressed(gpu: Any, original: Any, method: str) -> dict[str, float]:
     read_variant(method).method.apply(model, rows)
     finish(model)
     module = gpu("compressed")
-    figures: dict[str, float] = module.within(
+    figures: dict[str, float] = module.check_bounds(
         module.compare(model, original), {"rounding to int8": module.CLIPPED} if method == "int8_static" else {}
     )
     return figures

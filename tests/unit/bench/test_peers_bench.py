@@ -21,7 +21,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_cpu_without_avx512_runs_what_computes_in_fp32_and_says_what_is_left_out(script: ModuleType) -> None:
-    contenders, skipped = script.chosen(None, {"bf16": 3e8, "fp32": 1.5e11})
+    contenders, skipped = script.choose_contenders(None, {"bf16": 3e8, "fp32": 1.5e11})
     assert [c.name for c in contenders] == [
         "trainer",
         "trainer-compile",
@@ -31,8 +31,8 @@ def test_a_cpu_without_avx512_runs_what_computes_in_fp32_and_says_what_is_left_o
     ]
     assert skipped.keys() == {c.name for c in script.CONTENDERS if c.bf16} >= {"preheat", "preheat-compile"}
     assert skipped["preheat"] == "bf16 products run at 0.3 GFLOP/s on this CPU, fp32 at 150"
-    assert script.chosen(["preheat"], {"bf16": 3e8, "fp32": 1.5e11}) == ([script.CONTENDERS[-2]], {})
-    assert script.chosen(None, {"bf16": 2.6e11, "fp32": 1.5e11}) == (list(script.CONTENDERS), {})
+    assert script.choose_contenders(["preheat"], {"bf16": 3e8, "fp32": 1.5e11}) == ([script.CONTENDERS[-2]], {})
+    assert script.choose_contenders(None, {"bf16": 2.6e11, "fp32": 1.5e11}) == (list(script.CONTENDERS), {})
 
 
 def test_contenders_in_bf16_are_marked(script: ModuleType) -> None:
@@ -49,6 +49,6 @@ def test_the_matrix_rate_is_measured_on_the_largest_product_that_takes_seconds(
     import torch
 
     measured: list[int] = []
-    monkeypatch.setattr(matrix_rate, "rate", lambda dtype, size, seconds, **_: measured.append(size) or flops)
+    monkeypatch.setattr(matrix_rate, "measure_rate", lambda dtype, size, seconds, **_: measured.append(size) or flops)
     assert matrix_rate.find_best_rate(torch.bfloat16, 4096) == (flops, sizes[-1])
     assert measured == sizes

@@ -17,7 +17,7 @@ def test_speeds_beside_other_work_are_left_out_and_memory_counts(monkeypatch: py
     bench: Any = importlib.import_module("plan_vs_measured")
 
     def row(alone: bool | None, speed: float, peak: float = 1.0) -> dict[str, Any]:
-        return bench.row_of(
+        return bench.build_row(
             "a",
             [],
             {
@@ -33,10 +33,10 @@ def test_speeds_beside_other_work_are_left_out_and_memory_counts(monkeypatch: py
     assert rows[0]["tokens_per_second"] == {
         "predicted": 100.0, "measured": 80.0, "error": 0.25, "interval": [65.0, 120.0], "within": True,
     }  # fmt: skip
-    speed, memory = bench.coverage(rows, "tokens_per_second"), bench.coverage(rows, "peak_gib")
+    speed, memory = bench.compute_coverage(rows, "tokens_per_second"), bench.compute_coverage(rows, "peak_gib")
     assert (speed["within_interval"], speed["rows"]) == (1, 2)
     assert speed["nine_in_ten_within"] == 0.25
     assert speed["median_error"] == pytest.approx((0.25 + 0.2) / 2)
     assert (memory["within_interval"], memory["rows"]) == (2, 3)
-    assert bench.coverage(rows[1:2], "tokens_per_second") is None
-    assert bench.coverage(rows[3:], "peak_gib") is None
+    assert bench.compute_coverage(rows[1:2], "tokens_per_second") is None
+    assert bench.compute_coverage(rows[3:], "peak_gib") is None

@@ -14,7 +14,7 @@ HOUSE = Path(preheat.__file__).parent
 
 # Other libraries' messages: they raise one type for several causes, and nothing else tells these apart. (file, function) -> why.
 FOREIGN = {
-    ("compress/atomic_folder.py", "why_unwritable"): "torch and numpy raise bare errors for a full disk",
+    ("compress/atomic_folder.py", "describe_write_error"): "torch and numpy raise bare errors for a full disk",
     (
         "engine/checkpoint.py",
         "write",

@@ -121,7 +121,7 @@ def test_a_plan_takes_its_rate_for_products_alone() -> None:
         "baddbmm",
     }
     large = replace(next(k for k in seen["tf32"].kernels if k.dtype == "tf32" and k.operator == "mm"), flops=10**12)
-    assert gpu._product(replace(large, dtype="fp32")) / gpu._product(large) == pytest.approx(156 * 0.82 / 19.5)
+    assert gpu._time_matmul(replace(large, dtype="fp32")) / gpu._time_matmul(large) == pytest.approx(156 * 0.82 / 19.5)
     assert plans["tf32"].matrix_rate == 156e12
     assert plans["fp32"].matrix_rate == 19.5e12
 

@@ -275,11 +275,11 @@ def test_compiled_layers_attend_once(varlen: bool, monkeypatch: pytest.MonkeyPat
     compile_layers(find_anatomy(made.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
     wanted = _grads(build(tiny(), vocabulary=96, device=DEVICE))
     assert difference(_grads(made), wanted) < 1e-5
-    for module, name in ((sdpa, "flash_forward"), (attention_varlen, "_by_document")):
+    for module, name in ((sdpa, "flash_forward"), (attention_varlen, "_attend_by_document")):
         counted(module, name)
     assert difference(_grads(made), wanted) < 1e-5
     if varlen:
-        assert calls == {"_by_document": 3}
+        assert calls == {"_attend_by_document": 3}
     else:  # once a layer and group of about equal length, all of which are padded to the row's
         assert calls == {"flash_forward": 3}
 
@@ -331,7 +331,7 @@ def test_hopper_takes_cudnns_attention_where_torch_does(version: int | None, mon
     recipe = tiny("{efficient_attention: {}, mixed_precision: {mode: bf16}}")
     hopper = Device("cuda", "test", 80 << 30, (9, 0))
     technique: Any = recipe.techniques["efficient_attention"]
-    chosen = technique._chosen(build_context(recipe, configure(recipe), hopper))
+    chosen = technique._choose_kernel(build_context(recipe, configure(recipe), hopper))
     assert chosen == ("cudnn" if version == 91501 else "flash")
 
 

@@ -261,7 +261,7 @@ def candidates_with(one: _Search, layout: str, kinds: list[Combination]) -> list
     parallel = tuple(override(one.space.recipe, f"techniques={layout}").techniques.values())
     sizes = one.space.sizes((*own.values(), *parallel))
     assert sizes is not None
-    return one._candidates_of(parallel, sizes, kinds)
+    return one._list_layout_candidates(parallel, sizes, kinds)
 
 
 def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
@@ -467,8 +467,8 @@ def test_estimates_of_experts_know_that_a_micro_batch_reads_all_of_them() -> Non
     one = _Search(Space(Request(recipe, rates.as_device, world=1, rates=rates)), "fastest", 1, lambda message: None)
     kinds = TechniqueCombinations(one.space, one._refuse).sampled()
     plain = next(kind for kind in kinds if not kind.settings)
-    ((layout, sizes),) = one._meshes()
-    by_rows = {c.micro: c for c in one._candidates_of(layout, sizes, [plain])}
+    ((layout, sizes),) = one._iterate_meshes()
+    by_rows = {c.micro: c for c in one._list_layout_candidates(layout, sizes, [plain])}
     few, many = (plan(one.space.add_techniques(by_rows[n].added)) for n in (1, 4))
     measured = many.tokens_per_second / few.tokens_per_second
     estimated = by_rows[4].guess.tokens_per_second / by_rows[1].guess.tokens_per_second
@@ -518,7 +518,7 @@ def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidat
     pair = (1e8, 1e8)
     cost = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, (1e-3, 1e-3), (1e-4, 1e-4))
     sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: 4}
-    current = one._candidates_of(layout, sizes, [Combination(kind, cost, frozenset())])[0]
+    current = one._list_layout_candidates(layout, sizes, [Combination(kind, cost, frozenset())])[0]
     best = EvaluatedPlan(
         space.add_techniques(current.added).recipe,
         plan_of(values_of(1.0, 8.0)),
@@ -526,7 +526,7 @@ def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidat
         current.micro,
         current.added,
     )
-    others = [c.layout[0] for c in one._with_other_settings(current, best)]
+    others = [c.layout[0] for c in one._vary_settings(current, best)]
     assert {t.gather for t in others} == {"own", "bf16"}  # type: ignore[attr-defined]
     # All rows at once: when gradients are reduced changes nothing, so each pair is tried once.
     assert len(others) == len({(t.gather, t.reshard_after_forward) for t in others}) == 4  # type: ignore[attr-defined]
@@ -544,9 +544,9 @@ def test_other_degrees_of_the_best_layout_are_dry_run_next() -> None:
         if tensor > 1:
             layout = [registry()["tensor_parallel"](degree=tensor), *layout]  # type: ignore[call-arg]
         sizes = dict.fromkeys(Axis, 1) | {Axis.TENSOR: tensor, Axis.SHARD: 8 // tensor}
-        one.candidates += one._candidates_of(tuple(layout), sizes, [combination])
+        one.candidates += one._list_layout_candidates(tuple(layout), sizes, [combination])
     current = max(one.candidates, key=lambda c: max(dict(t.degrees()).get(Axis.TENSOR, 0) for t in c.layout))
-    others = one._with_other_degrees(current)
+    others = one._vary_degrees(current)
     # The same techniques with two devices in place of four; not those of another layout.
     assert [[t.degree for t in c.layout if t.name() == "tensor_parallel"] for c in others] == [[2]]  # type: ignore[attr-defined]
     assert others[0].guess == min(
@@ -686,11 +686,11 @@ def test_what_cannot_be_built_beside_others_is_no_refusal_beside_the_best(
     fused = registry()["fused_operators"]()
     one._refuse(fused, Problem("fused_operators", ProblemCode.BUILD, "cannot be built beside another"))
     best = EvaluatedPlan(space.recipe, plan_of(values_of(1.0, 8.0)), "exact", 1, ())
-    assert one._refusals(best) == []
+    assert one._list_refusals(best) == []
     monkeypatch.setattr(type(fused), "apply", lambda *_: (_ for _ in ()).throw(RecipeError("no such kernel\nhere")))
     recalling.clear()
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
-    assert one._refusals(best) == [("fused_operators", "no such kernel")]
+    assert one._list_refusals(best) == [("fused_operators", "no such kernel")]
 
 
 def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -833,13 +833,13 @@ def test_the_gain_by_larger_micro_batches_is_that_of_a_fixed_time_a_micro_batch(
     def candidate(kind: tuple[Any, ...], micro: int) -> Candidate:
         return Candidate(kind, (), None, micro, Guess(1e9, 1.0, 100.0))
 
-    assert lookup._corrected(candidate(one, 4))[1] == 100.0
+    assert lookup._correct_estimate(candidate(one, 4))[1] == 100.0
     # A micro-batch takes 1 s and each of its rows 3 s: 4 s a row alone, 3.5 s of two, 3.25 s of four.
     lookup._similar.clear()
     lookup._corrections += [_Correction(one, (), micro, 1.0, 1 / (1 / micro + 3)) for micro in (1, 2)]
-    assert lookup._corrected(candidate(one, 4))[1] == pytest.approx(100 / 3.25)
-    assert lookup._corrected(candidate(other, 4))[1] == pytest.approx(100 / 3.25)
-    assert lookup._corrected(candidate(one, 1))[1] == pytest.approx(100 / 4)
+    assert lookup._correct_estimate(candidate(one, 4))[1] == pytest.approx(100 / 3.25)
+    assert lookup._correct_estimate(candidate(other, 4))[1] == pytest.approx(100 / 3.25)
+    assert lookup._correct_estimate(candidate(one, 1))[1] == pytest.approx(100 / 4)
 
 
 def test_refusals_are_those_of_the_best_recipe_and_what_fits_is_an_alternative() -> None:
@@ -887,7 +887,7 @@ def test_an_alternative_gains_something_and_gives_something_up(candidate: Evalua
     one = _Search(Space(Request(small(), rates.as_device, world=1, rates=rates), "rounding"), "fastest", 1, print)
     other = replace(candidate, added=(registry()["activation_checkpointing"](),))
     one.seen = [best, other]
-    assert one._alternatives(best) == ([other] if expected else [])
+    assert one._list_alternatives(best) == ([other] if expected else [])
 
 
 def test_an_alternative_is_better_in_something_than_each_faster_one() -> None:
@@ -897,7 +897,7 @@ def test_an_alternative_is_better_in_something_than_each_faster_one() -> None:
     best, *others = of_figures(100, 50), of_figures(90, 30), of_figures(60, 40), of_figures(50, 20)
     spare, slow, least = (replace(s, added=(registry()[name](),)) for s, name in zip(others, names, strict=True))
     one.seen = [best, least, slow, spare]
-    assert one._alternatives(best) == [spare, least]
+    assert one._list_alternatives(best) == [spare, least]
 
 
 @pytest.mark.parametrize(
@@ -934,7 +934,7 @@ def test_layouts_whose_states_exceed_a_device_are_not_estimated() -> None:
     kinds = [Combination((), cost, frozenset())]
     states, optimizer = (pair[0] * 2 + pair[1] for pair in (cost.states, cost.optimizer))
     assert states / 16 < 36 * 2**20 < (states - optimizer) / 8 + optimizer / 16, "two replicas do not fit"
-    layouts = {c.layout for c in one._candidates(kinds)}
+    layouts = {c.layout for c in one._list_candidates(kinds)}
     sizes = [one.space.sizes((*recipe.techniques.values(), *layout)) for layout in layouts]
     assert sizes
     assert all(each is not None and each[Axis.REPLICATE] == 1 for each in sizes)
