@@ -323,7 +323,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
     )
     b.claim(Slot.ATTENTION_KERNEL, functools.partial(sdpa_attention, kernel=kernel), "plain")
     technique: Any = r.techniques["context_parallel"]
-    chosen, why = technique._chosen(b)
+    chosen, why = technique._choose_kind(b)
     assert chosen == kind
     assert why
 

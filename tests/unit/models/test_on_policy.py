@@ -107,7 +107,7 @@ def test_the_share_of_the_rows_is_drawn_and_the_others_are_left_alone() -> None:
     written = 0
     for b.state.step in range(40):
         batch = uneven()
-        rows = b.hooks.transforms[-1][1]._drawn(batch.rows)
+        rows = b.hooks.transforms[-1][1]._draw_rows(batch.rows)
         written += len(rows)
         if b.state.step < 3:
             found = transform(b, batch)
@@ -138,7 +138,7 @@ def slow(b: Any, batch: Batch, *, direction: str, temperature: float, mixture: f
 )
 def test_the_loss_is_the_divergence_on_its_own_texts_and_as_ever_on_the_data(settings: str, beside: str) -> None:
     b, batch = made(f"on_policy: 0.5, {settings}", beside), uneven()
-    while len(b.hooks.transforms[-1][1]._drawn(batch.rows)) != 2:
+    while len(b.hooks.transforms[-1][1]._draw_rows(batch.rows)) != 2:
         b.state.step += 1
     parts = split(batch, [2, 2] if beside else [4])
     changed = [transform(b, part) for part in parts]

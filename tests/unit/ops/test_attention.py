@@ -422,7 +422,7 @@ def test_the_kernel_is_chosen_by_what_the_mask_needs(techniques: str, device: De
     if problems:
         assert re.search(found, " ".join(problem.text for problem in problems)), problems
     else:
-        assert recipe.techniques["efficient_attention"]._chosen(context) == found  # type: ignore[attr-defined]
+        assert recipe.techniques["efficient_attention"]._choose_kernel(context) == found  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("words", ["window: 0", "window: -1", "every: 1"])
