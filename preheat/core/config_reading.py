@@ -1,4 +1,4 @@
-"""How another trainer's configuration was read: each key is taken over, without effect, or not understood."""
+"""The reading of another trainer's configuration: each key is taken over, without effect, or not understood."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AssumedDefault:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigReading:
-    """How another trainer's configuration was read. Every key of the file is in exactly one of the three lists.
+    """The reading of another trainer's configuration. Every key of the file is in exactly one of the three lists.
 
     Attributes:
         trainer: the trainer, as in `--from`.

@@ -161,7 +161,7 @@ class MachineRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(Record):
-    """What a session ran on.
+    """The environment of a session.
 
     Attributes:
         device: cpu or cuda.
@@ -603,7 +603,7 @@ class MachineLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage(Record):
-    """What a run has used so far, over all its sessions.
+    """Device-hours, energy and cost of a run so far, over all its sessions.
 
     Attributes:
         device_hours: hours of the sessions, each from when its model is built to its end, times their devices.
@@ -833,7 +833,7 @@ class EvaluationMetrics(Record):
 
 @dataclass(frozen=True, slots=True)
 class SystemMetrics(Record):
-    """What the process of a run, its machine and its GPUs use at a time (hardware/system_metrics.py).
+    """The use of the run's process, its machine and its GPUs at a time (hardware/system_metrics.py).
 
     Attributes:
         time: seconds since 1970.

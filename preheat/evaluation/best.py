@@ -65,7 +65,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the evaluations of a run say.
+    """The result of the evaluations of a run.
 
     Attributes:
         step, value: the best step and its score; step 0: none yet.

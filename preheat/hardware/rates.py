@@ -135,7 +135,7 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class Present:
-    """What a machine reaches at present: a share of its rates, and its use meanwhile."""
+    """The present speed of a machine: a share of its rates, and its use meanwhile."""
 
     share: float
     machine: MachineUse
@@ -217,7 +217,7 @@ class Rates:
     """CPU use during the measurement, or during the part of it with the most other work; None: not noted, so somebody
     gave these rates, and no probe doubts them."""
     now: Present | None = None
-    """What the machine reaches at present, if a probe found that it is less than these rates. Not stored."""
+    """The present speed of the machine, if a probe found that it is less than these rates. Not stored."""
 
     @property
     def of_gpu(self) -> bool:

@@ -174,9 +174,9 @@ def read_target_modules(targets: list[str]) -> str | list[str]:
 def read_deepspeed(settings: Settings, entry: Entry) -> Outcome:
     """Reads DeepSpeed's stage and offload from its file, or its stage from the file's name if that is not here."""
     name = entry.text()
-    found = [path for path in (Path(name), settings.home / name) if path.is_file()]
-    if found:
-        zero, note = _read_zero(found[0], entry), ""
+    files = [path for path in (Path(name), settings.home / name) if path.is_file()]
+    if files:
+        zero, note = _read_zero(files[0], entry), ""
         stage = zero.get("stage", 0)
         offloads = any(_is_offloaded(zero.get(f"offload_{part}")) for part in ("optimizer", "param"))
     else:

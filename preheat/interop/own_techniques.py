@@ -1,4 +1,4 @@
-"""What preheat adds to a run of another trainer: the techniques that change no result but by rounding. No torch."""
+"""The techniques that preheat adds to a run of another trainer: they change no result but by rounding. No torch."""
 
 from __future__ import annotations
 

@@ -107,14 +107,14 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     values, lines = compose(text, where)
     if not isinstance(values, Mapping) or any(isinstance(values.get(key), Mapping) for key in _RECIPE_ONLY):
         return None
-    found = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
-    if len(found) > 1:
-        (first, key), (second, other) = sorted(found[:2], key=lambda pair: lines[(pair[1],)])
+    candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
+    if len(candidates) > 1:
+        (first, key), (second, other) = sorted(candidates[:2], key=lambda pair: lines[(pair[1],)])
         raise RecipeError(
             f"{where}:{lines[(other,)]}: {other}: is a key of {second.title}, and {key} (line {lines[(key,)]}) of "
             f"{first.title}; leave one format out, or name it: --from {first.name}"
         )
-    return found[0][0] if found else None
+    return candidates[0][0] if candidates else None
 
 
 def read_config(

@@ -17,7 +17,7 @@ __all__ = ["OURS", "Settings", "build_values"]
 
 @dataclass
 class Settings:
-    """What a configuration says of a run; handlers of its keys fill it in. Field names are those of `OURS`.
+    """The settings of a run by a configuration; handlers of its keys fill it in. Field names are those of `OURS`.
 
     Attributes:
         home: folder of the file, which relative paths may start from.

@@ -1,4 +1,4 @@
-"""What a plan of another trainer's configuration takes instead of what is not here: models, and kernels of families."""
+"""Stand-ins in plans of another trainer's configuration: for models that are not here, and kernels of families."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _is_shape_propagation() -> bool:
 
 
 class _Call(NamedTuple):
-    """What a call of an operator costs, apart from the tensors that it allocates: the same for equal layouts.
+    """The cost of a call of an operator, apart from the tensors that it allocates: the same for equal layouts.
 
     Attributes:
         kernel: None if none runs.

@@ -66,7 +66,7 @@ for _module in _PACKAGES:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What a kernel allocates and computes.
+    """The allocations and FLOPs of a kernel.
 
     Attributes:
         package: its module.

@@ -1,4 +1,4 @@
-"""What the runs below a folder have used: device-hours, energy, cost and emissions, with sums."""
+"""The use of all runs below a folder: device-hours, energy, cost and emissions, with sums."""
 
 from __future__ import annotations
 

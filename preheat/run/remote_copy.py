@@ -90,7 +90,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _State:
-    """What this machine knows of a remote folder.
+    """The state of a remote folder, as far as this machine knows it.
 
     Attributes:
         folder: the local folder.

@@ -1,4 +1,4 @@
-"""How much of a run a tracker has: `tracking/NAME.json` in the run's folder, written by the process that sends."""
+"""The part of a run that a tracker has: `tracking/NAME.json` in the run's folder, written by the process that sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SentState"]
 
 @dataclass
 class SentState:
-    """What a tracker has of a run.
+    """The part of a run that a tracker has.
 
     Attributes:
         tracker: its name.

@@ -1,4 +1,4 @@
-"""What an experiment tracker is given and must do, and the registry of trackers."""
+"""The interface of experiment trackers, and their registry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP = "preheat.trackers"
 """Entry-point group of trackers in other packages."""
 
 Status = Literal["finished", "interrupted", "failed", "killed"]
-"""How a session of a run ended; an interrupted run was saved by a signal, a killed one wrote nothing about its end."""
+"""The end of a session of a run; an interrupted run was saved by a signal, a killed one wrote nothing about its end."""
 
 _OWN = ("mlflow", "swanlab", "tensorboard", "trackio", "wandb", "webhook")  # each the name of its module too
 _REGISTRY: dict[str, type[Tracker]] = {}
@@ -34,7 +34,7 @@ _REGISTRY: dict[str, type[Tracker]] = {}
 
 @dataclass(frozen=True)
 class Start:
-    """What a tracker is told of a run when it starts.
+    """The properties of a run that a tracker gets at its start.
 
     Attributes:
         run: the run's identity (`run.reader.Reader.id`), by which a tracker knows it again.
@@ -97,7 +97,7 @@ class Tracker(ABC):
     package: ClassVar[str]
     """The module that must be importable."""
     pip: ClassVar[str]
-    """What to install, e.g. `preheat[wandb]`."""
+    """The package to install, e.g. `preheat[wandb]`."""
 
     def __init_subclass__(cls) -> None:
         _REGISTRY[cls.name] = cls

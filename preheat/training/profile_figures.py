@@ -64,7 +64,7 @@ class TraceEvent(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What was profiled.
+    """The subject of a profile.
 
     Attributes:
         length: tokens of a sequence; vocabulary: rows of the head (see `kind_of`).
@@ -78,7 +78,7 @@ class Setting(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the loop knows of the profiled steps.
+    """The loop's own figures of the profiled steps.
 
     Attributes:
         unprofiled: seconds of a step before them; None: unknown.

@@ -122,8 +122,8 @@ def read_events(traced: profile) -> list[TraceEvent]:
         operator, size = event.correlation_id(), 0
         if kind in _GPU:
             operator = event.linked_correlation_id()
-            if kind == "gpu_memcpy" and (told := _BYTES.search(event.metadata_json())):
-                size = int(told[1])
+            if kind == "gpu_memcpy" and (match := _BYTES.search(event.metadata_json())):
+                size = int(match[1])
         elif kind == "cpu_op":
             shapes = tuple(map(tuple, event.shapes()))
             shapes = known.setdefault(shapes, shapes)

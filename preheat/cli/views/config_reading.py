@@ -1,4 +1,4 @@
-"""How another trainer's configuration was read, as lines of text."""
+"""The reading of another trainer's configuration, as lines of text."""
 
 from __future__ import annotations
 

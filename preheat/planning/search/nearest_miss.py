@@ -1,4 +1,4 @@
-"""What would make a recipe fit that is too large for every layout: more devices, or shorter sequences."""
+"""The least change that makes a recipe fit that is too large for every layout: more devices or shorter sequences."""
 
 from __future__ import annotations
 
