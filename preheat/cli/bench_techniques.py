@@ -30,7 +30,7 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     if options.ablate == bool(options.techniques):
         raise RecipeError("bench: name what to compare: --ablate, or --techniques A,B,C")
     overrides = [*options.set, *([f"hardware.device={options.device}"] if options.device else [])]
-    loaded = load_recipe(recipe, "bench", overrides, trainer=options.trainer)
+    loaded = load_recipe(recipe, "bench", overrides, trainer=options.from_)
     # Imported after the recipe is checked, since these import torch.
     from preheat.bench.compare import list_ablation, list_alone
     from preheat.bench.compare import run_bench as run

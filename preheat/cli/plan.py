@@ -145,7 +145,7 @@ def plan(
         nodes=nodes,
         length=length,
         json=json,
-        trainer=from_,
+        from_=from_,
     )
     if inference:
         from preheat.cli.plan_serving import plan_serving

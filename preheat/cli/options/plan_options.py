@@ -37,7 +37,7 @@ class PlanOptions:
     nodes: int
     length: int | None
     json: bool
-    trainer: str | None = None
+    from_: str | None = None
 
     @property
     def devices(self) -> int:
