@@ -108,9 +108,9 @@ def main() -> None:
             if name.startswith("plain") and length > options.plain_most:
                 cells.append("")
                 continue
-            found = measure_in_process(name, length)
-            taken.append((length, found[0]))
-            cells.append(f"{found[0] / 2**20:.1f} / {found[1] / 2**20:.1f}")
+            measurement = measure_in_process(name, length)
+            taken.append((length, measurement[0]))
+            cells.append(f"{measurement[0] / 2**20:.1f} / {measurement[1] / 2**20:.1f}")
         growth = (taken[-1][1] / taken[0][1]) / (taken[-1][0] / taken[0][0])
         lines.append(f"| {name} | {' | '.join(cells)} | {growth:.2f} |")
         print(lines[-1], flush=True)

@@ -147,9 +147,9 @@ def measure_states() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, techniques in SHARED.items():
         for world in (2, 4, 8):
-            made = build_recipe("claims", LLAMA_1B, world, 2048, techniques)
-            made = recipes.override(made, "techniques.chunked_loss={}", "techniques.activation_checkpointing={}")
-            seen = observe(Request(made, Device("cpu", "any", 999 * GIB), world=world))
+            recipe = build_recipe("claims", LLAMA_1B, world, 2048, techniques)
+            recipe = recipes.override(recipe, "techniques.chunked_loss={}", "techniques.activation_checkpointing={}")
+            seen = observe(Request(recipe, Device("cpu", "any", 999 * GIB), world=world))
             kept = max(
                 sum(phase.get(what, 0.0) for what in ("parameters", "gradients", "optimizer"))
                 for phase in seen.categories.values()

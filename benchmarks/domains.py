@@ -138,23 +138,21 @@ def main() -> None:
                 f"seed={options.seed}",
             ]
             settings += ["techniques.gradient_accumulation.steps=2"]
-            made = run_preheat(
+            trained = run_preheat(
                 "train",
                 name,
                 "--out",
                 str(folder / "run"),
                 *itertools.chain.from_iterable(("--set", s) for s in settings),
             )
-            found = run_preheat("eval", str(folder / "run"), "--before", "--data", "validation", "--tasks", task)
+            evaluated = run_preheat("eval", str(folder / "run"), "--before", "--data", "validation", "--tasks", task)
             plan = json.loads((folder / "run/plan.json").read_text(encoding="utf-8"))["parameters"]
-        cost = (
-            f"{plan['trained'] / plan['total']:.1%} | {made['peak_gib'] * 1024:.0f} | {made['tokens_per_second']:,.0f}"
-        )
+        cost = f"{plan['trained'] / plan['total']:.1%} | {trained['peak_gib'] * 1024:.0f} | {trained['tokens_per_second']:,.0f}"
         for part in ("tasks", "texts"):
-            for of, result in found[part].items():
+            for of, result in evaluated[part].items():
                 cut = f", {result['truncated']:,} without their beginning" if result["truncated"] else ""
                 for metric, after in result["metrics"].items():
-                    before, off = (found[k][part][of]["metrics"].get(metric) for k in ("before", "difference"))
+                    before, off = (evaluated[k][part][of]["metrics"].get(metric) for k in ("before", "difference"))
                     if after["low"] is None or metric in ("perplexity", "bits_per_byte"):
                         continue
                     lines.append(

@@ -328,14 +328,14 @@ def write_lists(length: int, steps: int, options: argparse.Namespace, folder: Pa
     if (into / "words.jinja").is_file():  # which is written last
         return into
     into.mkdir(exist_ok=True)
-    words = find_word_tokens(build_vocabulary(into / "words", count_words(length, options)))
+    word_tokens = find_word_tokens(build_vocabulary(into / "words", count_words(length, options)))
     rng = np.random.default_rng(options.seed)
     sizes = schedule_pairs(
         length, round(1.03 * steps * max(length, options.rows * options.length)), rng, first=length == options.length
     )
     with (into / "lists.jsonl").open("w", encoding="utf-8") as file:
         for new, again in sizes:
-            file.write(json.dumps({"messages": draw_lists(words, new, again, rng)}) + "\n")
+            file.write(json.dumps({"messages": draw_lists(word_tokens, new, again, rng)}) + "\n")
     (into / "order.txt").write_text("".join(f"{n}\n" for n in range(len(sizes))), encoding="utf-8")
     (into / "words.jinja").write_text(TEMPLATE, encoding="utf-8")
     return into

@@ -66,10 +66,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = f"{folder}/recipe.yaml"
             how = ("--gpu", gpu, "--count", str(count), "--method", method)
-            code, planned, words = run_preheat("plan", model, *how, "--out", file)
+            code, planned, message = run_preheat("plan", model, *how, "--out", file)
             seconds = time.monotonic() - begun
             again, looked, refused = (
-                run_preheat("train", file, "--dry-run", "--gpu", gpu) if Path(file).exists() else (code, {}, words)
+                run_preheat("train", file, "--dry-run", "--gpu", gpu) if Path(file).exists() else (code, {}, message)
             )
         row = {
             "model": model,
@@ -86,7 +86,7 @@ def main() -> None:
             "techniques": sorted(planned.get("recipe", {}).get("techniques", {})),
             "seconds": round(seconds, 1),
         }
-        rows.append(row if row["agrees"] else {**row, "plan": code, "words": refused or words})
+        rows.append(row if row["agrees"] else {**row, "plan": code, "words": refused or message})
         print(
             f"{model:16s} {count} x {gpu:17s} {method:5s} plan {code}, {planned.get('peak_gib', 0):6.1f} GiB, {seconds:4.0f} s; dry run {again}, {looked.get('peak_gib', 0):6.1f} GiB {rows[-1].get('words', '')}",
             flush=True,

@@ -223,8 +223,8 @@ def main() -> None:
                 ("whole, trained on", whole, "pretrained"),
                 ("the first shape from new weights", folders[1], "random"),
             ):
-                made = recover_by_distillation(Model(path=str(path), weights=weights), re.sub(r"\W+", "-", what))  # type: ignore[arg-type]
-                end = evaluate_held_out(replace(recipe, model=Model(path=str(made))), vocabulary, rows)
+                recovered = recover_by_distillation(Model(path=str(path), weights=weights), re.sub(r"\W+", "-", what))  # type: ignore[arg-type]
+                end = evaluate_held_out(replace(recipe, model=Model(path=str(recovered))), vocabulary, rows)
                 write(f"| {what} | | | | {math.exp(end):.3f} | {math.exp(end - before) - 1:+.1%} | |")
         if options.speed:
             lines += [

@@ -308,9 +308,9 @@ _MAPS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "mlp": r"ml
 
 def find_adapted_layers(row: Row) -> dict[str, str]:
     """Returns the layers that adapters act on: those of the row's notes ("LoRA on q,v"), else the trainer's."""
-    trainer, words = find_trainer(row), re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
+    trainer, adapted = find_trainer(row), re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
     default = "all" if row["model"].startswith(trainer.adapts_all) else trainer.adapts[row["method"]]
-    layers = words[1] if words else default
+    layers = adapted[1] if adapted else default
     patterns = [_MAPS[layer] for layer in layers.split(",") if layer in _MAPS]
     return {"target_modules": rf".*\.({'|'.join(patterns)})"} if patterns else {}
 

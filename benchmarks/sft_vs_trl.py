@@ -171,13 +171,13 @@ def run_training(name: str, folder: Path, steps: int) -> None:
         for needed in ("transformers.models.llama.modeling_llama", "preheat.engine.builder", "preheat.engine.step"):
             importlib.import_module(needed)
     clock = Clock()
-    found = (train_theirs if name in TRL else train_ours)(name, folder, examples, steps, clock)
+    result = (train_theirs if name in TRL else train_ours)(name, folder, examples, steps, clock)
     tokens = [sum(len(row) for row, _ in examples[n * EXAMPLES : (n + 1) * EXAMPLES]) for n in range(steps)]
     seconds = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
     peak = clock.peak - clock.after_imports
-    after = evaluate_held_out(folder, found["weights"], examples[-HELD_OUT:])
+    after = evaluate_held_out(folder, result["weights"], examples[-HELD_OUT:])
     speed = sum(tokens[UNTIMED:]) / sum(seconds[UNTIMED:])
-    print("\n" + json.dumps({"speed": speed, "peak": peak, "after": after, "losses": found["losses"]}), flush=True)
+    print("\n" + json.dumps({"speed": speed, "peak": peak, "after": after, "losses": result["losses"]}), flush=True)
 
 
 def evaluate_held_out(folder: Path, weights: dict[str, Any], examples: list[tuple[list[int], int]]) -> float:

@@ -64,15 +64,15 @@ def run(
     techniques = f"techniques.efficient_attention={{}};techniques.chunked_loss={{}};{_format_keys(METHODS[method])}"
     recipe.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
     settings = [part for setting in techniques.split(";") if setting for part in ("--set", setting)]
-    made = run_preheat("train", str(recipe), "--out", str(out), *settings)
+    summary = run_preheat("train", str(recipe), "--out", str(out), *settings)
     plan = json.loads((out / "plan.json").read_text(encoding="utf-8"))["parameters"]
     stories = run_preheat("eval", str(out), "--data", str(folder / "stories.txt"), "--rows", "128", "--length", "256")
     return {
-        "after": made["validation_loss"],
+        "after": summary["validation_loss"],
         "forgotten": stories["loss"],
         "share": plan["trained"] / plan["total"],
-        "peak": made["peak_gib"] * 1024,
-        "speed": made["tokens_per_second"],
+        "peak": summary["peak_gib"] * 1024,
+        "speed": summary["tokens_per_second"],
     }
 
 

@@ -171,7 +171,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         both = measure_overhead(Path(folder), options.turns)
-        found = {rows: measure_scaling(Path(folder), options.rounds, options.steps, rows) for rows in options.rows}
+        scaling = {rows: measure_scaling(Path(folder), options.rounds, options.steps, rows) for rows in options.rows}
     import torch
 
     ratios = sorted(one["preheat"] / one["hand"] for one in both)
@@ -185,8 +185,8 @@ def main() -> None:
         "| rows a step | | tokens/s | times one | peak memory a process | loss of the last step |",
         "|---|---|---|---|---|---|",
     ]
-    for rows, name, runs in ((rows, name, runs) for rows, made in found.items() for name, runs in made.items()):
-        times = [a["speed"] / b["speed"] for a, b in zip(runs, found[rows]["one process"], strict=True)]
+    for rows, name, runs in ((rows, name, runs) for rows, made in scaling.items() for name, runs in made.items()):
+        times = [a["speed"] / b["speed"] for a, b in zip(runs, scaling[rows]["one process"], strict=True)]
         speed, peak = (statistics.median(one[key] for one in runs) for key in ("speed", "peak"))
         lines.append(
             f"| {rows} | {name} | {speed:,.0f} | {statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f}) | {peak:.3f} GiB | {runs[0]['loss']:.5f} |"

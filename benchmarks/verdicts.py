@@ -94,16 +94,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for n, values in enumerate(draw_settings(options.count, options.seed), 1):
         values = [*values, "stop.max_steps=3"]
-        made = plan_recipe(values)
-        low, high = made["peak_gib_interval"]
-        limit = made["peak_gib"] * draw.uniform(0.5, 1.6)
+        plan = plan_recipe(values)
+        low, high = plan["peak_gib_interval"]
+        limit = plan["peak_gib"] * draw.uniform(0.5, 1.6)
         verdict = "fits" if limit >= high else "does not" if limit < low else "not said"
-        through, words = try_run(values, int(limit * 1024))
+        through, message = try_run(values, int(limit * 1024))
         wrong = (verdict == "fits") != through and verdict != "not said"
-        row = {"settings": values, "peak_gib": made["peak_gib"], "limit_gib": limit, "verdict": verdict, "ran": through}
-        rows.append({**row, "words": words} if not through else row)
+        row = {"settings": values, "peak_gib": plan["peak_gib"], "limit_gib": limit, "verdict": verdict, "ran": through}
+        rows.append({**row, "words": message} if not through else row)
         print(
-            f"{n:3d} {limit / made['peak_gib']:.2f} of the peak: {verdict:9s} ran: {through!s:5s} {'WRONG ' + words if wrong else ''}",
+            f"{n:3d} {limit / plan['peak_gib']:.2f} of the peak: {verdict:9s} ran: {through!s:5s} {'WRONG ' + message if wrong else ''}",
             flush=True,
         )
     told = [row for row in rows if row["verdict"] != "not said"]

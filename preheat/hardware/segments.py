@@ -46,8 +46,8 @@ def set_segments(setting: str) -> tuple[bool, str]:
     # The driver's own allocator has no segments.
     if expandable or re.search(r"backend\s*:\s*cudaMallocAsync", environment):
         grow = expandable is not None and "cudaMallocAsync" not in environment and expandable[1].lower() == "true"
-        found = quote_value(environment)
-        before = f"{variable} of the environment takes precedence over hardware.segments ({setting}): {found}"
+        stated = quote_value(environment)
+        before = f"{variable} of the environment takes precedence over hardware.segments ({setting}): {stated}"
         # No notice if the environment asks for the same.
         return grow, "" if grow == (setting != "fixed") else before
     if setting == "auto" and (why := _unsupported_reason()):
