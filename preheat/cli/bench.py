@@ -121,6 +121,6 @@ def bench(
             device=device,
             out=out,
             json=json,
-            trainer=from_,
+            from_=from_,
         )
     )

@@ -23,7 +23,7 @@ class TechniqueBenchOptions:
     device: Literal["cpu", "cuda"] | None
     out: Path | None
     json: bool
-    trainer: str | None = None
+    from_: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
