@@ -127,8 +127,8 @@ def test_a_process_that_does_not_start_takes_no_more_than_the_budget(tmp_path: P
     (tmp_path / "mine.py").write_text(slow + "\n")
     script = (
         "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import gpu_check as g\n"
-        "where = g.Where('cpu', True, '.'); cases = g.cases_of('mine', where)[:3]; Path('slow').touch()\n"
-        "begun = time.monotonic(); rows = list(g.results('mine', where, cases, 6, open('log', 'w')))\n"
+        "where = g.Where('cpu', True, '.'); cases = g.list_cases('mine', where)[:3]; Path('slow').touch()\n"
+        "begun = time.monotonic(); rows = list(g.run_cases('mine', where, cases, 6, open('log', 'w')))\n"
         "print(time.monotonic() - begun, [row['result'] for row in rows])\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}

@@ -205,7 +205,7 @@ def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytes
 
     monkeypatch.setattr(sample_generation, "write_texts", stop)
     monkeypatch.setattr(scoring, "generate", stop)
-    writer: Any = SimpleNamespace(json=lambda *a: None, event=lambda *a, **k: None, path=Path("."))
+    writer: Any = SimpleNamespace(write_json=lambda *a: None, write_event=lambda *a, **k: None, path=Path("."))
     for asked in ("auto", "true", "false"):
         recipe = parse(f"stop: {{max_steps: 1}}\nsample: {{prompts: [a], compile: {asked}}}")
         monkeypatch.setattr(sample_generation, "Reader", lambda path: SimpleNamespace(samples=list))

@@ -67,7 +67,7 @@ def test_a_model_of_which_only_config_json_is_cached_is_refused_before_the_data(
     if switch == "no network":
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         for module in ("preheat.hardware.connectivity", "preheat.models.configs", "preheat.models.hub_config"):
-            monkeypatch.setattr(f"{module}.hub_reachable", lambda: False)
+            monkeypatch.setattr(f"{module}.is_hub_reachable", lambda: False)
     monkeypatch.setattr("preheat.training.session.data_of", lambda *_, **__: pytest.fail("read the data"))
     recipe = recipes.parse(OF_HUB)
     weights = "model.path: owner/new-model: the hub's cache holds its config.json but not its weights.*"
@@ -102,7 +102,7 @@ def test_a_model_that_is_cached_trains_without_a_network(
     # HF_HUB_OFFLINE is not set, and a client that looked for the network would wait for it.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for module in ("preheat.hardware.connectivity", "preheat.models.configs", "preheat.models.hub_config"):
-        monkeypatch.setattr(f"{module}.hub_reachable", lambda: False)
+        monkeypatch.setattr(f"{module}.is_hub_reachable", lambda: False)
     recipe = recipes.parse(OF_HUB)
     source = configs.source_config(recipe)
     require_model(recipe, source)

@@ -212,7 +212,7 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
         build=b,
         progress=SimpleNamespace(step=0),
         ranks=SimpleNamespace(lead=False, fetch=lambda key: 0),
-        writer=SimpleNamespace(path=Path("run"), event=events.append),
+        writer=SimpleNamespace(path=Path("run"), write_event=events.append),
     )
     standing: Any = SimpleNamespace()
     loop = _Loop(session, Told(), standing)
