@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from preheat.cli.options.foreign_options import ForeignOptions
 from preheat.cli.options.recipe_argument import load_recipe
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     if options.ablate == bool(options.techniques):
         raise RecipeError("bench: name what to compare: --ablate, or --techniques A,B,C")
     overrides = [*options.set, *([f"hardware.device={options.device}"] if options.device else [])]
-    loaded = load_recipe(recipe, "bench", overrides, trainer=options.from_)
+    loaded = load_recipe(recipe, "bench", overrides, foreign=ForeignOptions(options.from_))
     # Imported after the recipe is checked, since these import torch.
     from preheat.bench.compare import list_ablation, list_alone
     from preheat.bench.compare import run_bench as run

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from preheat.cli.options.foreign_options import ForeignOptions
 from preheat.cli.options.recipe_argument import load_recipe
 from preheat.cli.views.console import From, Json, RecipeArgument, Set
 
@@ -32,7 +33,7 @@ def data(
     Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check failed.
     """
     # Reports recipe errors before torch is imported, which takes seconds.
-    chosen = load_recipe(recipe, "data", set, trainer=from_)
+    chosen = load_recipe(recipe, "data", set, foreign=ForeignOptions(from_))
     from preheat import report
     from preheat.cli.views.console import build_console, emit
     from preheat.data.preview import build_preview

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from preheat.cli.options.foreign_options import ForeignOptions
 from preheat.cli.options.recipe_argument import load_recipe
-from preheat.cli.views.console import Json, RecipeArgument, Set
+from preheat.cli.views.console import Accelerate, DeepSpeed, From, Json, RecipeArgument, Set
 from preheat.cli.views.output import say
 from preheat.files import write_generated
 from preheat.recipe import field_docs
@@ -53,6 +54,9 @@ def launch(
     namespace: Annotated[str | None, typer.Option("--namespace", help=_HELP["namespace"])] = None,
     kind: Annotated[Kind | None, typer.Option("--kind", help=_HELP["kind"])] = None,
     set: Set = None,
+    from_: From = None,
+    deepspeed: DeepSpeed = None,
+    accelerate: Accelerate = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The output file; default: standard output.")
     ] = None,
@@ -68,10 +72,11 @@ def launch(
     from preheat.cli.views.console import build_console, emit
     from preheat.training.launch import render_job, submit
 
+    foreign = ForeignOptions(from_, deepspeed, accelerate)
     world = nodes * (processes_per_node or gpus_per_node or 1)
     job = Job(
         # Another trainer's file leaves the number of devices to the job.
-        recipe=load_recipe(recipe, "launch", set, devices=world if world > 1 else None),
+        recipe=load_recipe(recipe, "launch", set, foreign=foreign, devices=world if world > 1 else None),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         processes_per_node=processes_per_node,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from preheat.cli.options.plan_options import Aim, Method, PlanOptions, TrainingPlanOptions, parse_price
-from preheat.cli.views.console import From, Json, Set
+from preheat.cli.views.console import Accelerate, DeepSpeed, From, Json, Set
 from preheat.core import Numerics
 
 __all__ = ["plan"]
@@ -23,12 +23,15 @@ def plan(
             metavar="MODEL|RECIPE",
             help=(
                 "A model by its name on the hub, its folder or its size (15M); a recipe file, or a built-in recipe's "
-                "name; or the configuration of axolotl or LLaMA-Factory."
+                "name; or the configuration of axolotl, LLaMA-Factory, TRL or "
+                "transformers' Trainer."
             ),
         ),
     ] = None,
     set: Set = None,
     from_: From = None,
+    deepspeed: DeepSpeed = None,
+    accelerate: Accelerate = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +119,7 @@ def plan(
 
     Example: `preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method lora`, `preheat plan llama-3.1-70b --gpu H100 --count 8
     --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`; so is the configuration of
-    axolotl or LLaMA-Factory: `preheat plan my_axolotl.yaml --gpu H100`. Exit code 3: it does not fit.
+    another trainer: `preheat plan my_axolotl.yaml --gpu H100`. Exit code 3: it does not fit.
     """
     from preheat.errors import RecipeError
     from preheat.hardware.catalogue import resolve_accelerator
@@ -146,6 +149,8 @@ def plan(
         length=length,
         json=json,
         from_=from_,
+        deepspeed=deepspeed,
+        accelerate=accelerate,
     )
     if inference:
         from preheat.cli.plan_serving import plan_serving
@@ -155,7 +160,7 @@ def plan(
     from preheat.cli.plan_training import plan_training
 
     typed = {
-        "--from": from_,
+        **asked.foreign.list_typed(),
         "--gpu": gpu,
         "--count": count,
         "--nodes": nodes if nodes > 1 else None,

@@ -24,7 +24,7 @@ def plan_serving(options: PlanOptions) -> None:
     from preheat.cli.views.plan_view import build_serving
 
     subject = find_subject(
-        options.what, options.set, length=options.length, devices=options.devices, trainer=options.from_
+        options.what, options.set, length=options.length, devices=options.devices, foreign=options.foreign
     )
     recipe = subject.recipe
     devices, _ = count_devices(options, subject)

@@ -126,7 +126,7 @@ def _choose_subject(options: TrainingPlanOptions, *, method: str | None = None, 
         length=options.length,
         batch_tokens=options.batch_tokens,
         devices=devices or options.devices,
-        trainer=options.from_,
+        foreign=options.foreign,
     )
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from preheat.cli.options.foreign_options import ForeignOptions
 from preheat.cli.options.plan_options import parse_price
 from preheat.cli.options.recipe_argument import load_recipe, refuse_model
 from preheat.cli.options.remote_folder import find_local_folder
-from preheat.cli.views.console import From, Json, Set
+from preheat.cli.views.console import Accelerate, DeepSpeed, From, Json, Set
 from preheat.cli.views.output import say
 from preheat.core.json_types import JsonObject
 from preheat.hardware.interrupts import Interrupted
@@ -255,7 +256,7 @@ def _run_dry(
     resume: bool,
     nproc: int,
     price: Price | None,
-    trainer: str | None,
+    foreign: ForeignOptions,
     json: bool,
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
@@ -263,7 +264,7 @@ def _run_dry(
     from preheat.planning.plan_request import choose_hardware, request_of
 
     # Reports recipe errors before torch is imported, which takes seconds.
-    subject = find_subject(recipe, overrides, devices=nproc, trainer=trainer)
+    subject = find_subject(recipe, overrides, devices=nproc, foreign=foreign)
     # These import torch.
     from preheat.cli.plan_output import finish, text_part_note
     from preheat.cli.plan_training import plan_as_written
@@ -396,13 +397,15 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             help=(
-                "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of axolotl "
-                "or LLaMA-Factory; with --resume also the URL of a run."
+                "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of "
+                "axolotl, LLaMA-Factory, TRL or transformers' Trainer; with --resume also the URL of a run."
             ),
         ),
     ],
     set: Set = None,
     from_: From = None,
+    deepspeed: DeepSpeed = None,
+    accelerate: Accelerate = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -529,10 +532,11 @@ def train(
         raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
     if dry_run and checkpoint is not None:
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
+    foreign = ForeignOptions(from_, deepspeed, accelerate)
     if dry_run:
         device = None if gpu is None else resolve_accelerator(gpu)
         _run_dry(
-            recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, price=device_hour, trainer=from_, json=json
+            recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, price=device_hour, foreign=foreign, json=json
         )
         return
     if gpu is not None:
@@ -540,7 +544,7 @@ def train(
     # With several processes, rank 0 prints the warnings.
     world = int(os.environ.get("WORLD_SIZE", nproc))
     warn = nproc < 2 or "RANK" in os.environ
-    read = load_recipe(recipe, "train", set, trainer=from_, devices=world if world > 1 else None, warn=warn)
+    read = load_recipe(recipe, "train", set, foreign=foreign, devices=world if world > 1 else None, warn=warn)
     folder, target = _find_run_folder(out, read.name), out or Path("runs") / read.name
     if checkpoint is not None:
         if is_url(out):
@@ -550,7 +554,7 @@ def train(
     if nproc > 1 and "RANK" not in os.environ:
         # The same command for each process, without the options of the launcher.
         command = ["train", recipe, *(part for item in set for part in ("--set", item))]
-        command += ["--from", from_] if from_ is not None else []
+        command += [part for typed in foreign.list_typed().items() for part in typed]
         command += ["--out", out] if out else []
         # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []

@@ -12,6 +12,7 @@ class _Key:
     key: str
     value: str
     line: int
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class KeyTaken(_Key):
         key: dotted, as in the file.
         value: as text.
         line: line of the file.
+        file: the file beside the configuration that has the key; empty: the configuration itself.
         ours: the keys of the recipe that follow from it, with their values; empty if it switches something off.
         note: how the recipe differs from it; empty if it does not.
     """
@@ -38,6 +40,7 @@ class KeyWithoutEffect(_Key):
         key: dotted, as in the file.
         value: as text.
         line: line of the file.
+        file: the file beside the configuration that has the key; empty: the configuration itself.
         why: what it is for.
     """
 
@@ -52,6 +55,7 @@ class KeyNotUnderstood(_Key):
         key: dotted, as in the file.
         value: as text.
         line: line of the file.
+        file: the file beside the configuration that has the key; empty: the configuration itself.
         assumed: what the plan assumes instead.
     """
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from preheat.interop.fsdp import FSDP, read_fsdp, read_fsdp_version
 from preheat.interop.hf_keys import (
     ADAPTED,
     COMMON,
     REWARDS,
     VISION,
+    find_source,
     read_attention,
     read_epochs,
     read_kernel,
+    read_of_source,
     read_optimizer,
     read_preference,
     read_schedule,
     read_target_modules,
+    read_validation,
+    read_variant,
     switch,
 )
 from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, refuse, take
@@ -110,21 +115,15 @@ def _read_task(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("preference",), "planned as apo_zero, of KTO's family" if name == "kto" else "")
 
 
-def _source(settings: Settings, entry: Entry) -> dict[str, object]:
-    while len(settings.sources) <= entry.index:
-        settings.sources.append({"source": ""})
-    return settings.sources[entry.index]
-
-
 def _read_path(settings: Settings, entry: Entry) -> Outcome:
-    source, path = _source(settings, entry), entry.text()
+    source, path = find_source(settings, entry), entry.text()
     if not source["source"] or not Path(path).suffix:
         source["source"] = path
     return Takes(("sources",))
 
 
 def _read_data_files(settings: Settings, entry: Entry) -> Outcome:
-    files, source = entry.texts(), _source(settings, entry)
+    files, source = entry.texts(), find_source(settings, entry)
     if len(files) == 1 and Path(files[0]).exists():
         source["source"] = files[0]
         return Takes(("sources",))
@@ -132,7 +131,7 @@ def _read_data_files(settings: Settings, entry: Entry) -> Outcome:
 
 
 def _read_type(settings: Settings, entry: Entry) -> Outcome:
-    source, name = _source(settings, entry), entry.text()
+    source, name = find_source(settings, entry), entry.text()
     kind = name.partition(".")[0].partition(":")[0]
     if name.startswith(("rwd.", "ebft", "stepwise", "bradley_terry")):
         return Assumed("the rows' fields are recognized by their names")
@@ -148,7 +147,7 @@ def _read_type(settings: Settings, entry: Entry) -> Outcome:
 def _read_column(field: str) -> Handler:
     def handle(settings: Settings, entry: Entry) -> Outcome:
         if (name := entry.text()) != field:
-            source = _source(settings, entry)
+            source = find_source(settings, entry)
             columns = source.setdefault("columns", {})
             assert isinstance(columns, dict)
             columns[field] = name
@@ -158,25 +157,17 @@ def _read_column(field: str) -> Handler:
 
 
 def _read_text_column(settings: Settings, entry: Entry) -> Outcome:
-    _source(settings, entry)["text"] = entry.text()
+    find_source(settings, entry)["text"] = entry.text()
     return Takes(("sources.text",))
 
 
 def _read_mapping(settings: Settings, entry: Entry) -> Outcome:
     if entry.text() in _ROLES:
-        _source(settings, entry)["layout"] = _ROLES[entry.text()]
+        find_source(settings, entry)["layout"] = _ROLES[entry.text()]
         return Takes(("sources.layout",))
     if entry.text() == entry.path[-1]:
         return Takes(("sources.layout",))
     return Assumed("roles and contents are recognized by their names")
-
-
-def _read_of_source(key: str) -> Handler:
-    def handle(settings: Settings, entry: Entry) -> Outcome:
-        _source(settings, entry)[key] = entry.text()
-        return Takes((f"sources.{key}",))
-
-    return handle
 
 
 def _read_trained(settings: Settings, entry: Entry) -> Outcome:
@@ -192,62 +183,11 @@ def _read_roles(settings: Settings, entry: Entry) -> Outcome:
     return Assumed("the assistant's turns are trained on")
 
 
-def _read_validation(settings: Settings, entry: Entry) -> Outcome:
-    if entry.number() >= 1:
-        return Assumed("nothing is held out")
-    settings.validation = entry.fraction()
-    return Takes(("validation",))
-
-
-def _read_fsdp(settings: Settings, entry: Entry) -> Outcome:
-    names = entry.texts()
-    if not names:
-        return NoEffect("switched off")
-    settings.sharding = "gradients" if "shard_grad_op" in names else "full"
-    settings.offload = settings.offload or "offload" in names
-    return Takes(("sharding",))
-
-
-def _read_fsdp_version(settings: Settings, entry: Entry) -> Outcome:
-    settings.sharding = settings.sharding or "full"
-    return Takes(("sharding",), "" if entry.whole() == 2 else "planned as FSDP2")
-
-
-def _read_reshard(settings: Settings, entry: Entry) -> Outcome:
-    settings.sharding = "full" if entry.truth() else "gradients"
-    return Takes(("sharding",))
-
-
-def _read_sharding(settings: Settings, entry: Entry) -> Outcome:
-    name = entry.text()
-    if name in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        settings.sharding = "full" if name == "FULL_SHARD" else "gradients"
-        return Takes(("sharding",))
-    return Assumed("weights, gradients and optimizer states are sharded across all devices")
-
-
-def _read_wide_checkpointing(settings: Settings, entry: Entry) -> Outcome:
-    if entry.truth():
-        settings.checkpointing = True
-        return Takes(("checkpointing",))
-    return NoEffect("switched off")
-
-
 def _read_old_attention(settings: Settings, entry: Entry) -> Outcome:
     if not entry.truth():
         return NoEffect("switched off")
     settings.attention = entry.path[-1] != "eager_attention"
     return Takes(("attention",), f"axolotl {DEFAULTS.version} calls it attn_implementation")
-
-
-def _read_variant(name: str) -> Handler:
-    def handle(settings: Settings, entry: Entry) -> Outcome:
-        if not entry.truth():
-            return NoEffect("switched off")
-        settings.lora_variant = name
-        return Takes(("lora_variant",))
-
-    return handle
 
 
 def _read_initialization(settings: Settings, entry: Entry) -> Outcome:
@@ -394,8 +334,8 @@ AXOLOTL = Format(
                 "path": _read_path,
                 "data_files": _read_data_files,
                 "type": _read_type,
-                "name": _read_of_source("subset"),
-                "split": _read_of_source("split"),
+                "name": read_of_source("subset"),
+                "split": read_of_source("split"),
                 "field": _read_text_column,
                 "text_column": _read_text_column,
                 "field_messages": _read_column("messages"),
@@ -416,7 +356,7 @@ AXOLOTL = Format(
             }.items()
         },
         "test_datasets.*": assume("nothing is held out"),
-        "val_set_size": _read_validation,
+        "val_set_size": read_validation,
         "streaming": _read_streaming,
         "chat_template": _read_template,
         "chat_template_jinja": assume("the tokenizer's own template is used"),
@@ -467,8 +407,8 @@ AXOLOTL = Format(
         "lora_qkv_kernel": read_kernel("adapter_kernels"),
         "lora_o_kernel": read_kernel("adapter_kernels"),
         "lora_embedding_kernel": read_kernel("adapter_kernels"),
-        "peft_use_dora": _read_variant("dora"),
-        "peft_use_rslora": _read_variant("rslora"),
+        "peft_use_dora": read_variant("dora"),
+        "peft_use_rslora": read_variant("rslora"),
         "peft_init_lora_weights": _read_initialization,
         "peft.loftq_config.loftq_bits": ignore("the adapters' first values"),
         "quantize_moe_experts": assume("experts are in half precision, four times the memory of 4 bits"),
@@ -527,32 +467,9 @@ AXOLOTL = Format(
         "torch_dtype": ignore("the base's precision follows from bf16 and fp16"),
         "embeddings_skip_upcast": ignore("the embedding is planned in the weights' precision"),
         # Devices.
-        "fsdp": _read_fsdp,
-        "fsdp_version": _read_fsdp_version,
-        **{
-            f"fsdp_config.{prefix}{key}": handler
-            for prefix in ("", "fsdp_")
-            for key, handler in {
-                "version": _read_fsdp_version,
-                "offload_params": switch("offload"),
-                "activation_checkpointing": _read_wide_checkpointing,
-                "reshard_after_forward": _read_reshard,
-                "sharding_strategy": _read_sharding,
-                **dict.fromkeys(
-                    (
-                        *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "use_orig_params", "min_num_params"),
-                        *("backward_prefetch", "limit_all_gathers", "forward_prefetch"),
-                    ),
-                    ignore("each layer is sharded by itself"),
-                ),
-                **dict.fromkeys(
-                    ("state_dict_type", "final_state_dict_type", "cpu_ram_efficient_loading", "sync_module_states"),
-                    ignore("loading and saving"),
-                ),
-                "cpu_offload_pin_memory": ignore("how shards are kept on the host"),
-                "mixed_precision_policy": assume("matmuls in the precision of bf16 or fp16"),
-            }.items()
-        },
+        "fsdp": read_fsdp,
+        "fsdp_version": read_fsdp_version,
+        **{f"fsdp_config.{key}": handler for key, handler in FSDP.items()},
         "fsdp_final_state_dict_type": ignore("saving"),
         "dp_shard_size": _read_degree("shard_size"),
         "dp_replicate_size": _read_degree("replicas"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, take
+from preheat.interop.accelerate import ACCELERATE
+from preheat.interop.deepspeed import DEEPSPEED, read_deepspeed
+from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, switch, take
 from preheat.interop.settings import Settings
 
 __all__ = [
@@ -18,15 +17,18 @@ __all__ = [
     "REWARDS",
     "SAVING",
     "VISION",
+    "find_source",
     "read_attention",
-    "read_deepspeed",
     "read_epochs",
     "read_kernel",
+    "read_of_source",
     "read_optimizer",
     "read_preference",
     "read_schedule",
     "read_steps",
     "read_target_modules",
+    "read_validation",
+    "read_variant",
     "switch",
 ]
 
@@ -59,19 +61,6 @@ _SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-
-
-def switch(name: str, value: object = True) -> Handler:
-    """Returns a handler that sets a field of `Settings` to a value if the key is true, else to its opposite."""
-
-    def handle(settings: Settings, entry: Entry) -> Outcome:
-        if isinstance(value, bool):
-            setattr(settings, name, value if entry.truth() else not value)
-        elif entry.truth():
-            setattr(settings, name, value)
-        return Takes((name,))
-
-    return handle
 
 
 def read_optimizer(settings: Settings, entry: Entry) -> Outcome:
@@ -171,40 +160,6 @@ def read_target_modules(targets: list[str]) -> str | list[str]:
     return plain
 
 
-def read_deepspeed(settings: Settings, entry: Entry) -> Outcome:
-    """Reads DeepSpeed's stage and offload from its file, or its stage from the file's name if that is not here."""
-    name = entry.text()
-    files = [path for path in (Path(name), settings.home / name) if path.is_file()]
-    if files:
-        zero, note = _read_zero(files[0], entry), ""
-        stage = zero.get("stage", 0)
-        offloads = any(_is_offloaded(zero.get(f"offload_{part}")) for part in ("optimizer", "param"))
-    else:
-        match = re.search(r"(?:zero|ds_z|z)_?([0-3])", name)
-        if match is None:
-            return Assumed("the file is not here: the plan takes data parallelism without sharding")
-        stage, offloads = int(match[1]), "offload" in name
-        note = f"the file is not here: stage {stage} by its name"
-    settings.sharding = (None, "optimizer", "gradients", "full")[stage]
-    settings.offload = offloads
-    return Takes(("sharding", "offload"), note)
-
-
-def _read_zero(file: Path, entry: Entry) -> Mapping[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise entry.error(f"{file}: is not a readable JSON file") from None
-    zero = values.get("zero_optimization", {}) if isinstance(values, dict) else {}
-    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
-        raise entry.error(f"{file}: zero_optimization.stage must be 0, 1, 2 or 3")
-    return zero
-
-
-def _is_offloaded(value: object) -> bool:
-    return isinstance(value, Mapping) and value.get("device", "none") in ("cpu", "nvme")
-
-
 def read_remote_code(settings: Settings, entry: Entry) -> Outcome:
     """A file cannot allow code that comes with a model; the user does."""
     entry.truth()
@@ -248,6 +203,43 @@ def read_preference(name: str) -> Handler:
     return handle
 
 
+def find_source(settings: Settings, entry: Entry) -> dict[str, object]:
+    """Returns the source of the data that the key is of, in the recipe's terms."""
+    while len(settings.sources) <= entry.index:
+        settings.sources.append({"source": ""})
+    return settings.sources[entry.index]
+
+
+def read_of_source(key: str) -> Handler:
+    """Returns a handler of a text of one source of the data."""
+
+    def handle(settings: Settings, entry: Entry) -> Outcome:
+        find_source(settings, entry)[key] = entry.text()
+        return Takes((f"sources.{key}",))
+
+    return handle
+
+
+def read_validation(settings: Settings, entry: Entry) -> Outcome:
+    """Reads the fraction of the rows that is held out."""
+    if entry.number() >= 1:
+        return Assumed("nothing is held out")
+    settings.validation = entry.fraction()
+    return Takes(("validation",))
+
+
+def read_variant(name: str) -> Handler:
+    """Returns a handler that switches a variant of LoRA on."""
+
+    def handle(settings: Settings, entry: Entry) -> Outcome:
+        if not entry.truth():
+            return NoEffect("switched off")
+        settings.lora_variant = name
+        return Takes(("lora_variant",))
+
+    return handle
+
+
 def _names(text: str, handler: Handler) -> dict[str, Handler]:
     return dict.fromkeys(text.split(), handler)
 
@@ -273,6 +265,8 @@ COMMON: Mapping[str, Handler] = {
     "torch_compile": read_compile,
     "gradient_checkpointing_kwargs.*": ignore("both kinds of checkpointing keep a layer's input only"),
     "deepspeed": read_deepspeed,
+    **{f"deepspeed.{key}": handler for key, handler in DEEPSPEED.items()},
+    **{f"accelerate.{key}": handler for key, handler in ACCELERATE.items()},
     "dataloader_num_workers": take("workers", lambda entry: int(entry.number())),
     "save_total_limit": take("save_limit", Entry.whole),
     "save_steps": read_steps("save_steps"),

@@ -16,15 +16,19 @@ from preheat.sanitize import quote_value, shorten
 
 __all__ = [
     "Assumed",
+    "Computed",
     "Entry",
     "Handler",
+    "Ignore",
     "NoEffect",
     "Outcome",
+    "Reference",
     "Takes",
     "assume",
     "ignore",
     "iterate_entries",
     "refuse",
+    "switch",
     "take",
 ]
 
@@ -32,6 +36,18 @@ __all__ = [
 _TEMPLATE = re.compile(r"\{\{|\{%|\$\{|\$\(|^\$\w+")
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")  # the last two by YAML 1.1, which other trainers read
 _OFF: tuple[object, ...] = (False, None, "", [], {}, 0, "none", "None")
+
+
+class Computed(str):
+    """The source text of a value that a script computes, which is not known without running it."""
+
+    __slots__ = ()
+
+
+class Reference(Computed):
+    """The name of a call that is read by itself."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -61,8 +77,8 @@ class Entry:
 
     @property
     def index(self) -> int:
-        """The number of the list's item that the key is in."""
-        return next(int(step) for step in self.path if step.isdigit())
+        """The number of the list's item that the key is in; 0 if it is in none."""
+        return next((int(step) for step in self.path if step.isdigit()), 0)
 
     @property
     def is_off(self) -> bool:
@@ -198,9 +214,41 @@ def take(name: str, read: Callable[[Entry], object], note: str = "") -> Handler:
     return handle
 
 
+def switch(name: str, value: object = True) -> Handler:
+    """Returns a handler that sets a field of `Settings` to a value if the key is true, else to its opposite."""
+
+    def handle(settings: Settings, entry: Entry) -> Outcome:
+        if isinstance(value, bool):
+            setattr(settings, name, value if entry.truth() else not value)
+        elif entry.truth():
+            setattr(settings, name, value)
+        return Takes((name,))
+
+    return handle
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """A handler of a key without effect.
+
+    Attributes:
+        why: what the key is for.
+        constant: handles the key if its value is no object of a script; None: it has no effect either way.
+    """
+
+    why: str
+    constant: Handler | None = None
+
+    def __call__(self, settings: Settings, entry: Entry) -> Outcome:
+        """Returns why the key has no effect."""
+        if self.constant is None or isinstance(entry.value, Computed):
+            return NoEffect(self.why)
+        return self.constant(settings, entry)
+
+
 def ignore(why: str) -> Handler:
     """Returns a handler of a key without effect."""
-    return lambda settings, entry: NoEffect(why)
+    return Ignore(why)
 
 
 def assume(text: str) -> Handler:

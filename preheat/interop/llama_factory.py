@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from preheat.interop.fsdp import FSDP, read_fsdp
 from preheat.interop.hf_keys import (
     ADAPTED,
     COMMON,
@@ -17,9 +18,11 @@ from preheat.interop.hf_keys import (
     read_preference,
     read_schedule,
     read_target_modules,
+    read_validation,
+    read_variant,
     switch,
 )
-from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, refuse, take
+from preheat.interop.keys import Assumed, Entry, NoEffect, Outcome, Takes, assume, ignore, refuse, take
 from preheat.interop.reading import Format
 from preheat.interop.settings import Settings
 from preheat.interop.trainer_defaults import LLAMA_FACTORY as DEFAULTS
@@ -104,31 +107,11 @@ def _read_loss(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("preference",))
 
 
-def _read_variant(name: str) -> Handler:
-    def handle(settings: Settings, entry: Entry) -> Outcome:
-        if not entry.truth():
-            return NoEffect("switched off")
-        settings.lora_variant = name
-        return Takes(("lora_variant",))
-
-    return handle
-
-
 def _read_template(settings: Settings, entry: Entry) -> Outcome:
     if (name := entry.text()) in _TEMPLATES:
         settings.template = _TEMPLATES[name]
         return Takes(("template",))
     return Assumed("the tokenizer's own template is used")
-
-
-def _read_fsdp(settings: Settings, entry: Entry) -> Outcome:
-    if isinstance(entry.value, bool):
-        settings.sharding = "full" if entry.value else None
-        return Takes(("sharding",))
-    names = entry.text().split()
-    settings.sharding = "gradients" if "shard_grad_op" in names else "full" if names else None
-    settings.offload = "offload" in names
-    return Takes(("sharding",))
 
 
 def _read_trained(settings: Settings, entry: Entry) -> Outcome:
@@ -139,13 +122,6 @@ def _read_trained(settings: Settings, entry: Entry) -> Outcome:
 def _read_history(settings: Settings, entry: Entry) -> Outcome:
     settings.train_on = "last" if entry.truth() else settings.train_on
     return Takes(("train_on",))
-
-
-def _read_validation(settings: Settings, entry: Entry) -> Outcome:
-    if entry.number() >= 1:
-        return Assumed("nothing is held out")
-    settings.validation = entry.fraction()
-    return Takes(("validation",))
 
 
 def _read_limit(settings: Settings, entry: Entry) -> Outcome:
@@ -314,7 +290,7 @@ LLAMA_FACTORY = Format(
         "mask_history": _read_history,
         "streaming": switch("streaming"),
         "max_samples": _read_limit,
-        "val_size": _read_validation,
+        "val_size": read_validation,
         **dict.fromkeys(
             (
                 *("buffer_size", "mix_strategy", "interleave_probs", "preprocessing_batch_size", "tokenized_path"),
@@ -330,9 +306,9 @@ LLAMA_FACTORY = Format(
         "lora_dropout": take("lora_dropout", Entry.fraction),
         "lora_target": _read_targets,
         "additional_target": assume("embedding and head stay frozen"),
-        "use_rslora": _read_variant("rslora"),
-        "use_dora": _read_variant("dora"),
-        "pissa_init": _read_variant("pissa"),
+        "use_rslora": read_variant("rslora"),
+        "use_dora": read_variant("dora"),
+        "pissa_init": read_variant("pissa"),
         "pissa_iter": take("pissa_iterations", lambda entry: max(int(entry.number()), 0)),
         "pissa_convert": ignore("saving"),
         "create_new_adapter": ignore("the adapters' first values"),
@@ -381,8 +357,8 @@ LLAMA_FACTORY = Format(
         "fp8_backend": ignore("belongs to fp8"),
         "fp8_enable_fsdp_float8_all_gather": ignore("belongs to fp8"),
         # Devices; Megatron's names are those of mcore_adapter.
-        "fsdp": _read_fsdp,
-        "fsdp_config.*": ignore("each layer is sharded by itself"),
+        "fsdp": read_fsdp,
+        **{f"fsdp_config.{key}": handler for key, handler in FSDP.items()},
         "tensor_model_parallel_size": take("tensor_parallel", Entry.whole),
         "pipeline_model_parallel_size": take("pipeline_parallel", Entry.whole),
         "expert_model_parallel_size": take("expert_parallel", Entry.whole),

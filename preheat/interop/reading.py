@@ -11,9 +11,9 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
 from preheat.core.config_reading import (
@@ -24,11 +24,13 @@ from preheat.core.config_reading import (
     KeyWithoutEffect,
 )
 from preheat.errors import RecipeError
-from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Takes, iterate_entries
+from preheat.interop.deepspeed import find_file
+from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
+from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
-from preheat.interop.trainer_defaults import TrainerDefaults
+from preheat.interop.trainer_defaults import Default, TrainerDefaults
 from preheat.recipe import Recipe
-from preheat.recipe.yaml_io import compose
+from preheat.recipe.yaml_io import compose, read_text
 from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ class Format:
         unique: it has at least one of these, which no other format has; empty: `requires` are unique.
         defaults: what the trainer does that the file leaves out.
         table: dotted key -> handler; an item of a list is a `*`, and a `*` at the end stands for any key.
+        without: a file with one of these keys is not of the format.
+        general: other trainers' files have its keys too: it is meant only if no other format is.
+        variants: top-level key of the file -> defaults that hold in its presence.
         renamed: old key -> the key that replaced it, which handles it.
         removed: key of an earlier version -> what to write instead.
         finish: applies the trainer's own rules once all keys are read; takes the keys by name, to blame.
@@ -68,16 +73,26 @@ class Format:
     unique: frozenset[str]
     defaults: TrainerDefaults
     table: Mapping[str, Handler]
+    without: frozenset[str] = frozenset()
+    general: bool = False
+    variants: Mapping[str, Mapping[str, Default]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     removed: Mapping[str, str] = field(default_factory=dict)
     finish: Callable[[Settings, Mapping[str, Entry]], Sequence[str]] = lambda settings, entries: ()
 
     def find_own_key(self, values: Mapping[str, object]) -> str | None:
         """Returns a key by which a file is of this format; None if it is not."""
-        if not self.requires <= values.keys():
+        if not self.requires <= values.keys() or self.without & values.keys():
             return None
         own = self.unique or self.requires
         return next((key for key in values if key in own), None)
+
+    def choose_defaults(self, values: Mapping[str, object]) -> Mapping[str, Default]:
+        """Returns the defaults that hold for a file."""
+        defaults = dict(self.defaults.settings)
+        for key, others in self.variants.items():
+            defaults |= others if key in values else {}
+        return defaults
 
 
 @dataclass(frozen=True)
@@ -86,11 +101,13 @@ class ForeignConfig:
 
     Attributes:
         reads_data: True if the data is on this machine, and can be read for a plan.
+        names_data: False if neither the file nor an override names the data: it cannot be trained on.
     """
 
     recipe: Recipe
     reading: ConfigReading
     reads_data: bool
+    names_data: bool = True
 
 
 def find_format(text: str, where: str, formats: Mapping[str, Format], name: str | None = None) -> Format | None:
@@ -104,17 +121,48 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     """
     if name is not None:
         return formats[name]
-    values, lines = compose(text, where)
+    values, lines = _parse(text, where)
     if not isinstance(values, Mapping) or any(isinstance(values.get(key), Mapping) for key in _RECIPE_ONLY):
         return None
     candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
+    candidates = [pair for pair in candidates if not pair[0].general] or candidates
     if len(candidates) > 1:
         (first, key), (second, other) = sorted(candidates[:2], key=lambda pair: lines[(pair[1],)])
         raise RecipeError(
             f"{where}:{lines[(other,)]}: {other}: is a key of {second.title}, and {key} (line {lines[(key,)]}) of "
             f"{first.title}; leave one format out, or name it: --from {first.name}"
         )
+    if not candidates and where.endswith(".py"):
+        raise RecipeError(
+            f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, which preheat reads from a script "
+            "without running it"
+        )
+    if not candidates:
+        _refuse_companion(values, lines, where)
     return candidates[0][0] if candidates else None
+
+
+def _parse(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """Returns the values of a YAML or JSON file, or of the calls of a script, with the line of each key."""
+    return read_script(text, where) if where.endswith(".py") else compose(text, where)
+
+
+_COMPANIONS = {
+    "distributed_type": ("accelerate", "--accelerate"),
+    "zero_optimization": ("DeepSpeed", "--deepspeed"),
+    "train_micro_batch_size_per_gpu": ("DeepSpeed", "--deepspeed"),
+}
+"""Keys of files that stand beside a trainer's, with the option that names them."""
+
+
+def _refuse_companion(values: Mapping[str, object], lines: Mapping[tuple[str, ...], int], where: str) -> None:
+    """Raises RecipeError if a file has neither a model nor data, since it stands beside a trainer's file."""
+    for key, (owner, option) in _COMPANIONS.items():
+        if key in values:
+            raise RecipeError(
+                f"{where}:{lines[(key,)]}: {key}: is a key of {owner}'s file, which has no model, data and learning "
+                f"rate; name it beside the trainer's: preheat plan TRAINER.yaml {option} {where}"
+            )
 
 
 def read_config(
@@ -125,6 +173,8 @@ def read_config(
     where: str | None = None,
     overrides: Sequence[str] = (),
     devices: int | None = None,
+    deepspeed: Path | None = None,
+    accelerate: Path | None = None,
     warn: bool = False,
 ) -> ForeignConfig:
     """Reads a configuration to a recipe.
@@ -135,6 +185,8 @@ def read_config(
         where: name of the file in errors.
         overrides: `key=value` of the recipe.
         devices: number of devices; None: as many as the file's degrees of parallelism need.
+        deepspeed: DeepSpeed's JSON; by default the file that the configuration names.
+        accelerate: accelerate's YAML.
         warn: log keys that are not understood.
 
     Raises:
@@ -142,23 +194,22 @@ def read_config(
             file, line and key.
     """
     where = where or str(file)
-    values, lines = compose(text, where)
+    values, lines = _parse(text, where)
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
-    settings = Settings(
-        name=file.stem,
-        home=file.parent,
-        devices=devices,
-        lora_dropout=format.defaults.adapter_dropout,
-        **{key: default.value for key, default in format.defaults.settings.items()},  # type: ignore[arg-type]
-    )
+    defaults = format.choose_defaults(values)
+    stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
+    stated |= {key: default.value for key, default in defaults.items()}
+    settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
     entries = list(iterate_entries(values, lines, where))
+    entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
     outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
     assumptions = [*format.finish(settings, by_name), *_describe_assumptions(settings)]
-    if settings.model is None:
-        raise RecipeError(f"{where}: {' or '.join(sorted(format.requires))}: names no model; add it")
-    if settings.adapter and not settings.quantized and _FOUR_BIT.search(settings.model):
+    if settings.model is None and not any(item.startswith(_MODEL) for item in overrides):
+        missing = " or ".join(sorted(format.requires)) or "model_name_or_path"
+        raise RecipeError(f"{where}: {missing}: names no model; add it, or --set model.path=PATH")
+    if settings.adapter and not settings.quantized and _FOUR_BIT.search(settings.model or ""):
         settings.quantized = True
         assumptions.append(f"{settings.model} is in 4 bits by its name: its base is planned as NF4")
     built = build_values(settings)
@@ -166,12 +217,44 @@ def read_config(
     recipe = recipes.read_values(built, where=where, sources=sources, overrides=overrides, warn=False)
     reads_data = _is_data_here(recipe)
     if not reads_data:
-        assumptions.append(_describe_absent_data(recipe))
-    reading = _build_reading(format, where, outcomes, built, assumptions)
+        assumptions.append(_describe_absent_data(recipe, named=bool(settings.sources)))
+    reading = _build_reading(format, where, outcomes, defaults, built, assumptions)
     if warn:
         for key in reading.not_understood:
-            _log.warning("%s:%d: %s: not understood; %s", where, key.line, key.key, key.assumed)
-    return ForeignConfig(recipe, reading, reads_data)
+            _log.warning("%s:%d: %s: not understood; %s", key.file or where, key.line, key.key, key.assumed)
+    names_data = bool(settings.sources) or any(item.startswith("data.") for item in overrides)
+    return ForeignConfig(recipe, reading, reads_data, names_data)
+
+
+_MODEL = ("model.path=", "model.size=", "model.preset=")
+"""Overrides that name the model of a file that names none, such as `TrainingArguments` alone."""
+
+
+def _read_companions(
+    format: Format, entries: Sequence[Entry], home: Path, deepspeed: Path | None, accelerate: Path | None
+) -> list[Entry]:
+    """Returns the keys of the files beside a configuration: those that the user names, or that it names itself.
+
+    Raises:
+        RecipeError: the trainer has no such file, or it cannot be read.
+    """
+    for option, file in (("deepspeed", deepspeed), ("accelerate", accelerate)):
+        if file is not None and not any(key.startswith(f"{option}.") for key in format.table):
+            raise RecipeError(f"--{option}: {file}: {format.title} takes no such file; leave it out")
+    beside = [] if accelerate is None else _read_companion(accelerate, "accelerate")
+    if deepspeed is None:
+        named = (entry for entry in [*entries, *beside] if entry.path[-1] in ("deepspeed", "deepspeed_config_file"))
+        names = [entry.value for entry in named if isinstance(entry.value, str)]
+        deepspeed = next((found for name in names if (found := find_file(name, home)) is not None), None)
+    return beside + ([] if deepspeed is None else _read_companion(deepspeed, "deepspeed"))
+
+
+def _read_companion(file: Path, section: str) -> list[Entry]:
+    where = shorten(str(file), 200)
+    values, lines = compose(read_text(file, where), where)
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
+    return [replace(entry, path=(section, *entry.path)) for entry in iterate_entries(values, lines, where)]
 
 
 def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffect | Assumed:
@@ -181,7 +264,12 @@ def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffec
     if key in format.removed:
         raise entry.error(f"{format.title} {format.defaults.version} has no such key; {format.removed[key]}")
     renamed = format.renamed.get(key)
-    if handler := format.table.get(renamed or key) or _find_pattern(format.table, key):
+    handler = format.table.get(renamed or key) or _find_pattern(format.table, key)
+    if isinstance(entry.value, Reference):
+        return NoEffect(f"the call of {entry.value} is read")
+    if isinstance(entry.value, Computed) and not isinstance(handler, Ignore):
+        return Assumed("the script computes it, and is not run; the trainer's default is taken")
+    if handler:
         outcome = handler(settings, entry)
         if renamed and isinstance(outcome, Takes):
             note = f"{format.title} calls it {renamed} today"
@@ -213,23 +301,26 @@ def _build_reading(
     format: Format,
     where: str,
     outcomes: Sequence[tuple[Entry, Takes | NoEffect | Assumed]],
+    defaults: Mapping[str, Default],
     built: JsonObject,
     assumptions: Sequence[str],
 ) -> ConfigReading:
     taken, without, unknown = [], [], []
     stated: set[str] = set()
     for entry, outcome in outcomes:
+        place = {"key": entry.name, "value": entry.shown, "line": entry.line}
+        key: Any = place | {"file": entry.where if entry.where != where else ""}
         if isinstance(outcome, Takes):
             stated |= set(outcome.fields)
             ours = tuple(dict.fromkeys(text for name in outcome.fields for text in _show_ours(name, built)))
-            taken.append(KeyTaken(key=entry.name, value=entry.shown, line=entry.line, ours=ours, note=outcome.note))
+            taken.append(KeyTaken(**key, ours=ours, note=outcome.note))
         elif isinstance(outcome, NoEffect):
-            without.append(KeyWithoutEffect(key=entry.name, value=entry.shown, line=entry.line, why=outcome.why))
+            without.append(KeyWithoutEffect(**key, why=outcome.why))
         else:
-            unknown.append(KeyNotUnderstood(key=entry.name, value=entry.shown, line=entry.line, assumed=outcome.text))
-    defaults = [
+            unknown.append(KeyNotUnderstood(**key, assumed=outcome.text))
+    assumed = [
         AssumedDefault(ours=tuple(_show_ours(name, built)), what=default.what, source=default.source)
-        for name, default in format.defaults.settings.items()
+        for name, default in defaults.items()
         if name not in stated
     ]
     return ConfigReading(
@@ -239,7 +330,7 @@ def _build_reading(
         taken=tuple(taken),
         without_effect=tuple(without),
         not_understood=tuple(unknown),
-        defaults=tuple(defaults),
+        defaults=tuple(assumed),
         assumptions=tuple(assumptions),
     )
 
@@ -257,17 +348,21 @@ def _show_ours(name: str, built: JsonObject) -> list[str]:
 
 
 def _describe_assumptions(settings: Settings) -> list[str]:
-    """Returns what a plan assumes of the lengths of the rows."""
+    """Returns what a plan assumes of the lengths of the rows, and of offloading."""
+    notes = []
+    if settings.offload and (settings.world == 1 or settings.sharding not in ("full", "gradients")):
+        notes.append("offloading is planned with sharded weights on several devices only: the device keeps all states")
     if settings.packing:
-        return []
+        return notes
     return [
+        *notes,
         f"rows are padded, not packed: every one is planned at the full {settings.length:,} tokens, so shorter ones "
-        "take less memory and time"
+        "take less memory and time",
     ]
 
 
-def _describe_absent_data(recipe: Recipe) -> str:
-    names = ", ".join(str(part.source) for part, _ in recipe.data.parts())
+def _describe_absent_data(recipe: Recipe, *, named: bool) -> str:
+    names = ", ".join(str(part.source) for part, _ in recipe.data.parts()) if named else "the data"
     text = f"{shorten(names)} is not on this machine"
     return text if recipe.stop.max_steps else f"{text}: the steps of an epoch are not known (--set stop.max_steps=N)"
 

@@ -24,6 +24,7 @@ class Settings:
         devices: number of devices, if the command states it.
         micro_batch: sequences (or pairs) per device and micro-batch.
         half_weights: trained weights are in half precision, without fp32 copies.
+        frozen: precision of a frozen base under autocast, as in the recipe.
         sources: of the data, in the recipe's terms (source, layout, columns, ...).
         pairs: a row of the data is two answers, each a sequence.
     """
@@ -75,6 +76,7 @@ class Settings:
     pissa_iterations: int = 0
     precision: str = "bf16"
     half_weights: bool = False
+    frozen: str = "auto"
     checkpointing: bool = False
     activation_offload: bool = False
     attention: bool = True
@@ -165,6 +167,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "pissa_iterations": ("techniques.lora.pissa_iterations",),
     "precision": ("techniques.mixed_precision",),
     "half_weights": ("techniques.mixed_precision",),
+    "frozen": ("techniques.mixed_precision.frozen",),
     "checkpointing": ("techniques.activation_checkpointing",),
     "activation_offload": ("techniques.activation_offload",),
     "attention": ("techniques.efficient_attention",),
@@ -227,8 +230,8 @@ def build_values(settings: Settings) -> JsonObject:
 
 
 def _build_model(settings: Settings) -> JsonObject:
-    assert settings.model is not None
-    model: JsonObject = {"path": settings.model}
+    # An override names the model of a file without one.
+    model: JsonObject = {} if settings.model is None else {"path": settings.model}
     if settings.random_weights:
         model["weights"] = "random"
     if settings.part != "auto":
@@ -274,6 +277,8 @@ def _build_techniques(settings: Settings) -> JsonObject:
         techniques["efficient_attention"] = {}
     if mode := _choose_precision(settings):
         techniques["mixed_precision"] = {"mode": mode}
+        if settings.frozen != "auto" and settings.adapter and not settings.quantized:
+            techniques["mixed_precision"] |= {"frozen": settings.frozen}
     if settings.adapter == "lora":
         techniques["lora"] = _build_lora(settings)
     if settings.quantized:

@@ -1,4 +1,4 @@
-"""Configurations of axolotl and LLaMA-Factory in place of a recipe, as a user types them."""
+"""Configurations of other trainers in place of a recipe, as a user types them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ cutoff_len: 64
 per_device_train_batch_size: 2
 max_steps: 2
 val_size: 0.2
+"""
+SCRIPT = """\
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+args = SFTConfig(
+    output_dir="out",
+    max_length=64,
+    per_device_train_batch_size=2,
+    max_steps=2,
+    learning_rate=rate(),
+)
+SFTTrainer(model="base", args=args, train_dataset=load_dataset("json", data_files="rows.json")["train"]).train()
 """
 
 
@@ -123,3 +136,39 @@ def test_from_states_the_format(preheat: Command, folder: Path) -> None:
     (folder / "f.yaml").write_text(AXOLOTL + "stage: sft\nmodel_name_or_path: base\n")
     unknown = preheat.here.json("plan", "f.yaml", "--from", "axolotl", "--gpu", "H100")["reading"]["not_understood"]
     assert [key["key"] for key in unknown] == ["load_in_8bit", "stage", "model_name_or_path"]
+
+
+def test_a_script_is_planned_with_the_file_of_accelerate_beside_it_and_trains(preheat: Command, folder: Path) -> None:
+    (folder / "sft.py").write_text(SCRIPT)
+    (folder / "a.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3}\n")
+    plan = preheat.here.json("plan", "sft.py", "--gpu", "H100", "--accelerate", "a.yaml")
+    assert (plan["recipe"]["batch"]["size"], plan["recipe"]["parallel"]["devices"]) == (4, 2)
+    assert "fsdp" in plan["recipe"]["techniques"]
+    assert [(key["key"], key["line"]) for key in plan["reading"]["not_understood"]] == [("SFTConfig.learning_rate", 9)]
+    assert {key["key"]: key["file"] for key in plan["reading"]["taken"]}["accelerate.num_processes"] == "a.yaml"
+    jsonschema.validate(plan, preheat.here.json("plan", "--schema"))
+    out = preheat.here("plan", "sft.py", "--gpu", "H100", "--accelerate", "a.yaml")[0]
+    assert "preheat launch sft.py --accelerate a.yaml " in out
+    job = preheat.here.json(
+        "launch", "sft.py", "--accelerate", "a.yaml", "--scheduler", "slurm", "--gpus-per-node", "2"
+    )
+    assert job["mesh"] == {"shard": 2}
+    preheat.here("train", "sft.py", "--out", "run")
+    assert sorted(losses(folder / "run")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "a.yaml"), "a.yaml:1: distributed_type: is a key of accelerate's file, which has no model"),
+        (("plan", "r.yaml", "--deepspeed", "ds.json"), "--deepspeed: ds.json: belongs beside another trainer's file"),
+        (("plan", "axolotl.yaml", "--deepspeed", "ds.json"), "ds.json: cannot be read (No such file or directory)"),
+        (("train", "arguments.json", "--set", "model.path=base"), "arguments.json: names no data to train on; add"),
+    ],
+)
+def test_mistakes_with_files_beside(arguments: tuple[str, ...], message: str, preheat: Command, folder: Path) -> None:
+    (folder / "a.yaml").write_text("distributed_type: FSDP\n")
+    (folder / "arguments.json").write_text('{"per_device_train_batch_size": 2, "max_steps": 2}')
+    error = preheat.here(*arguments, code=2)[1]
+    assert error.startswith(f"error: {message}")
+    assert len(error.strip().splitlines()) == 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from preheat.cli.options.foreign_options import ForeignOptions
 from preheat.core.plan import Price
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ class PlanOptions:
         what: a recipe or a model; None if `set` names the model.
         gpu: None: the device of this machine.
         count: devices per host; without `nodes`, of the whole run.
-        trainer: the format of another trainer's configuration; None: recognized by its keys.
+        from_: the format of another trainer's file; None: recognized by its keys.
+        deepspeed: DeepSpeed's JSON beside it.
+        accelerate: accelerate's configuration beside it.
     """
 
     what: str | None
@@ -38,6 +41,13 @@ class PlanOptions:
     length: int | None
     json: bool
     from_: str | None = None
+    deepspeed: Path | None = None
+    accelerate: Path | None = None
+
+    @property
+    def foreign(self) -> ForeignOptions:
+        """How another trainer's file is read."""
+        return ForeignOptions(self.from_, self.deepspeed, self.accelerate)
 
     @property
     def devices(self) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from preheat.cli.options.foreign_options import RECOGNIZED, ForeignOptions
+
 if TYPE_CHECKING:
     from preheat.interop.reading import ForeignConfig
     from preheat.recipe import Recipe
@@ -20,7 +22,7 @@ def load_recipe(
     command: str,
     overrides: Sequence[str] | None = None,
     *,
-    trainer: str | None = None,
+    foreign: ForeignOptions = RECOGNIZED,
     devices: int | None = None,
     warn: bool = True,
 ) -> Recipe:
@@ -30,7 +32,7 @@ def load_recipe(
         what: as the user typed it.
         command: name of the command, for the message.
         overrides: `key=value` each.
-        trainer: the format of the file, if the user states it.
+        foreign: how another trainer's file is read.
         devices: number of devices, for another trainer's configuration, which does not state it.
         warn: as for `preheat.recipe.load`.
 
@@ -38,10 +40,14 @@ def load_recipe(
         RecipeError: there is no such recipe, it is a model, or the recipe is wrong.
     """
     from preheat import recipe as recipes
+    from preheat.errors import RecipeError
+    from preheat.sanitize import shorten
 
     refuse_model(what, command)
-    if foreign := read_foreign_config(what, overrides or [], trainer=trainer, devices=devices, warn=warn):
-        return foreign.recipe
+    if config := read_foreign_config(what, overrides or [], foreign=foreign, devices=devices, warn=warn):
+        if not config.names_data:
+            raise RecipeError(f"{shorten(what, 200)}: names no data to train on; add --set data.source=PATH")
+        return config.recipe
     return recipes.load(what, overrides or [], warn=warn)
 
 
@@ -49,7 +55,7 @@ def read_foreign_config(
     what: str,
     overrides: Sequence[str] = (),
     *,
-    trainer: str | None = None,
+    foreign: ForeignOptions = RECOGNIZED,
     devices: int | None = None,
     warn: bool = True,
 ) -> ForeignConfig | None:
@@ -68,15 +74,38 @@ def read_foreign_config(
     from preheat.interop.stand_in import drop_missing_kernels
     from preheat.sanitize import shorten
 
-    if trainer is not None and trainer not in FORMATS:
-        raise RecipeError(f"--from: {shorten(trainer)}: not a known format; {suggest_nearest(trainer, list(FORMATS))}")
-    text, where = recipes.read_file(what)
-    format = find_format(text, where, FORMATS, trainer)
+    name = foreign.format
+    if name is not None and name not in FORMATS:
+        raise RecipeError(f"--from: {shorten(name)}: not a known format; {suggest_nearest(name, list(FORMATS))}")
+    text, where = _read_script(what) or recipes.read_file(what)
+    format = find_format(text, where, FORMATS, name)
     if format is None:
+        foreign.require_none(what)
         return None
-    return drop_missing_kernels(
-        read_config(text, Path(what), format, where=where, overrides=overrides, devices=devices, warn=warn)
+    config = read_config(
+        text,
+        Path(what),
+        format,
+        where=where,
+        overrides=overrides,
+        devices=devices,
+        deepspeed=foreign.deepspeed,
+        accelerate=foreign.accelerate,
+        warn=warn,
     )
+    return drop_missing_kernels(config)
+
+
+def _read_script(what: str) -> tuple[str, str] | None:
+    """Returns the text of a Python script, and its name in errors; None if `what` is none."""
+    from preheat.recipe.yaml_io import read_text
+    from preheat.sanitize import shorten
+
+    file = Path(what)
+    if file.suffix != ".py" or not file.is_file():
+        return None
+    where = shorten(what, 200)
+    return read_text(file, where), where
 
 
 def refuse_model(what: str, command: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
+from preheat.cli.options.foreign_options import RECOGNIZED, ForeignOptions
 from preheat.cli.options.recipe_argument import read_foreign_config
 from preheat.errors import RecipeError
 from preheat.interop.stand_in import find_preset
@@ -66,7 +67,7 @@ def find_subject(
     length: int | None = None,
     batch_tokens: int | None = None,
     devices: int = 1,
-    trainer: str | None = None,
+    foreign: ForeignOptions = RECOGNIZED,
 ) -> Subject:
     """Returns the recipe that the arguments name.
 
@@ -77,7 +78,7 @@ def find_subject(
         method: key of `METHODS`, for a model.
         length: tokens per row.
         batch_tokens: tokens per global batch.
-        trainer: the format of the file, if the user states it.
+        foreign: how another trainer's file is read.
 
     Raises:
         RecipeError: `what` is unknown, or the numbers contradict each other.
@@ -88,10 +89,11 @@ def find_subject(
         # The last override is `parallel.devices`, which a recipe keeps unless the user asks for more than one device.
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
         world = devices if devices > 1 else None
-        if foreign := read_foreign_config(what, values_set, trainer=trainer, devices=world, warn=False):
-            recipe = _check_batch_tokens(foreign.recipe, batch_tokens)
-            return replace(_load_foreign_recipe(recipe, foreign.reading), reads_data=foreign.reads_data)
+        if config := read_foreign_config(what, values_set, foreign=foreign, devices=world, warn=False):
+            recipe = _check_batch_tokens(config.recipe, batch_tokens)
+            return replace(_load_foreign_recipe(recipe, config.reading), reads_data=config.reads_data)
         return _load_user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
+    foreign.require_none(what)
     # A model instead of a recipe: invent the rest of a recipe around it.
     model, positions, checkpoint = _find_model(what)
     # Rows are no longer than the model's context: the explicit keys of `batch` override that.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from preheat.core.config_reading import ConfigReading, KeyTaken
+    from preheat.core.config_reading import ConfigReading, KeyTaken, KeyWithoutEffect
 
 __all__ = ["describe_reading"]
 
@@ -24,7 +24,7 @@ def describe_reading(reading: ConfigReading, *, details: bool = False) -> list[s
     )
     lines = [f"read as {reading.trainer} {reading.version}: {counts}" + ("" if details else " (--verbose lists all)")]
     lines += (
-        f"  {reading.file}:{key.line}: {key.key}: {key.value}: not understood; assumed: {key.assumed}"
+        f"  {key.file or reading.file}:{key.line}: {key.key}: {key.value}: not understood; assumed: {key.assumed}"
         for key in reading.not_understood
     )
     lines += (f"  assumed: {text}" for text in reading.assumptions)
@@ -35,14 +35,18 @@ def _list_details(reading: ConfigReading) -> Iterator[str]:
     yield "taken over:"
     yield from _list_taken(reading.taken)
     yield "without effect:"
-    yield from (f"  {key.line}: {key.key}: {key.value}: {key.why}" for key in reading.without_effect)
+    yield from (f"  {_place(key)}: {key.key}: {key.value}: {key.why}" for key in reading.without_effect)
     yield f"defaults of {reading.trainer} {reading.version}:"
     for default in reading.defaults:
         ours = ", ".join(default.ours)
         yield f"  {'; '.join(filter(None, (default.what, ours)))} ({default.source})"
 
 
+def _place(key: KeyTaken | KeyWithoutEffect) -> str:
+    return f"{key.file}:{key.line}" if key.file else str(key.line)
+
+
 def _list_taken(keys: Iterable[KeyTaken]) -> Iterator[str]:
     for key in keys:
         ours = ", ".join(key.ours) or "nothing is added for it"
-        yield f"  {key.line}: {key.key}: {key.value} -> {ours}{f'; {key.note}' if key.note else ''}"
+        yield f"  {_place(key)}: {key.key}: {key.value} -> {ours}{f'; {key.note}' if key.note else ''}"

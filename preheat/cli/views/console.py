@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +31,8 @@ __all__ = [
     "Checkpoint",
     "Json",
     "Live",
+    "Accelerate",
+    "DeepSpeed",
     "From",
     "RecipeArgument",
     "Set",
@@ -46,8 +49,8 @@ RecipeArgument = Annotated[
     typer.Argument(
         metavar="RECIPE",
         help=(
-            "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of axolotl or "
-            "LLaMA-Factory."
+            "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of axolotl, "
+            "LLaMA-Factory, TRL or transformers' Trainer."
         ),
     ),
 ]
@@ -56,8 +59,18 @@ From = Annotated[
     typer.Option(
         "--from",
         metavar="TRAINER",
-        help="The format of another trainer's file (axolotl, llamafactory), if its keys do not tell.",
+        help="The format of another trainer's file (axolotl, trl-dpo, ...), if its keys do not tell.",
     ),
+]
+DeepSpeed = Annotated[
+    Path | None,
+    typer.Option(
+        "--deepspeed", metavar="FILE", help="DeepSpeed's JSON beside another trainer's file; default: the one it names."
+    ),
+]
+Accelerate = Annotated[
+    Path | None,
+    typer.Option("--accelerate", metavar="FILE", help="accelerate's configuration beside another trainer's file."),
 ]
 Set = Annotated[
     list[str] | None,

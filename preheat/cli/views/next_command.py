@@ -61,7 +61,8 @@ def build_next_command(
         return [*again, "--out", "recipe.yaml"]
     recipe = str(out) if out is not None else str(options.what)
     # The written recipe contains the settings already; a model's recipe lacks the data.
-    settings = [] if out is not None else [part for item in options.set for part in ("--set", item)]
+    typed = [*options.foreign.list_typed().items(), *(("--set", item) for item in options.set)]
+    settings = [] if out is not None else [part for pair in typed for part in pair]
     if out is not None and not subject.from_user and subject.recipe.data.source == Data().source:
         settings += ["--set", "data.source=DATA.jsonl"]
     gpu = _find_option_value(again, "--gpu")

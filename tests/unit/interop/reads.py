@@ -11,10 +11,16 @@ from preheat.interop.reading import ForeignConfig, find_format, read_config
 from preheat.recipe import to_values
 
 
-def read(text: str, file: Path = Path("f.yaml"), overrides: Sequence[str] = (), **options: Any) -> ForeignConfig:
-    format = find_format(text, "f.yaml", FORMATS)
+def read(
+    text: str, file: Path = Path("f.yaml"), overrides: Sequence[str] = (), where: str = "f.yaml", **options: Any
+) -> ForeignConfig:
+    format = find_format(text, where, FORMATS)
     assert format is not None
-    return read_config(text, file, format, where="f.yaml", overrides=overrides, **options)
+    return read_config(text, file, format, where=where, overrides=overrides, **options)
+
+
+def read_script(text: str, **options: Any) -> ForeignConfig:
+    return read(text, Path("f.py"), where="f.py", **options)
 
 
 def look_up(config: ForeignConfig, key: str) -> object:
