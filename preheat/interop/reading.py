@@ -41,6 +41,9 @@ _log = logging.getLogger("preheat.interop")  # shown by the command line
 _RECIPE_ONLY = ("batch", "data", "stop", "techniques")
 """Sections that only a recipe has: a file with one of them is a recipe, whatever else is in it."""
 
+_CLASS = "class_path"
+"""With this key, a section names a Python class, as in files of jsonargparse: no recipe does."""
+
 
 _FOUR_BIT = re.compile(r"[-_](awq|gptq|nf4|bnb-4bit|4bit|int4)\b", re.IGNORECASE)
 """Ends of the names of checkpoints in 4 bits."""
@@ -105,7 +108,7 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     if name is not None:
         return formats[name]
     values, lines = compose(text, where)
-    if not isinstance(values, Mapping) or any(isinstance(values.get(key), Mapping) for key in _RECIPE_ONLY):
+    if not isinstance(values, Mapping) or any(_is_section(values.get(key)) for key in _RECIPE_ONLY):
         return None
     candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
     if len(candidates) > 1:
@@ -115,6 +118,11 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
             f"{first.title}; leave one format out, or name it: --from {first.name}"
         )
     return candidates[0][0] if candidates else None
+
+
+def _is_section(value: object) -> bool:
+    """Returns True for a section of a recipe."""
+    return isinstance(value, Mapping) and _CLASS not in value
 
 
 def read_config(
@@ -156,9 +164,9 @@ def read_config(
     outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
     assumptions = [*format.finish(settings, by_name), *_describe_assumptions(settings)]
-    if settings.model is None:
+    if settings.model is None and settings.family is None:
         raise RecipeError(f"{where}: {' or '.join(sorted(format.requires))}: names no model; add it")
-    if settings.adapter and not settings.quantized and _FOUR_BIT.search(settings.model):
+    if settings.adapter and not settings.quantized and settings.model and _FOUR_BIT.search(settings.model):
         settings.quantized = True
         assumptions.append(f"{settings.model} is in 4 bits by its name: its base is planned as NF4")
     built = build_values(settings)
