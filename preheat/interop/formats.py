@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from preheat.interop.automodel import AUTOMODEL
 from preheat.interop.axolotl import AXOLOTL
+from preheat.interop.litgpt import LITGPT, LITGPT_PRETRAIN
 from preheat.interop.llama_factory import LLAMA_FACTORY
 from preheat.interop.reading import Format
 
 __all__ = ["FORMATS"]
 
-FORMATS: Mapping[str, Format] = {format.name: format for format in (AXOLOTL, LLAMA_FACTORY)}
+FORMATS: Mapping[str, Format] = {
+    format.name: format for format in (AXOLOTL, LLAMA_FACTORY, AUTOMODEL, LITGPT, LITGPT_PRETRAIN)
+}
