@@ -173,8 +173,8 @@ def read_config(
     sources = _find_blame(outcomes)
     recipe = recipes.read_values(built, where=where, sources=sources, overrides=overrides, warn=False)
     reads_data = _is_data_here(recipe)
-    if not reads_data:
-        assumptions.append(_describe_absent_data(recipe))
+    if not reads_data and (text := _describe_absent_data(recipe, named=bool(settings.sources))):
+        assumptions.append(text)
     reading = _build_reading(format, where, outcomes, built, assumptions)
     if warn:
         for key in reading.not_understood:
@@ -274,10 +274,12 @@ def _describe_assumptions(settings: Settings) -> list[str]:
     ]
 
 
-def _describe_absent_data(recipe: Recipe) -> str:
+def _describe_absent_data(recipe: Recipe, *, named: bool) -> str:
+    """Returns what a plan lacks without the data, of which the file may name none; empty if nothing."""
     names = ", ".join(str(part.source) for part, _ in recipe.data.parts())
-    text = f"{shorten(names)} is not on this machine"
-    return text if recipe.stop.max_steps else f"{text}: the steps of an epoch are not known (--set stop.max_steps=N)"
+    absent = f"{shorten(names)} is not on this machine" if named else ""
+    steps = "" if recipe.stop.max_steps else "the steps of an epoch are not known (--set stop.max_steps=N)"
+    return ": ".join(filter(None, (absent, steps)))
 
 
 def _is_data_here(recipe: Recipe) -> bool:
