@@ -31,6 +31,8 @@ _AUTO = ("none", "None", "auto")
 _CHATS = ("ChatDataset", "make_chat_dataset")
 _INSTRUCTIONS = ("ColumnMappedTextInstructionDataset", "ColumnMappedTextInstructionIterableDataset")
 _TOKENS = ("NanogptDataset", "MegatronPretraining")
+_LONGEST = {"HellaSwag": 256, "make_squad_dataset": 1024}
+"""Dataset with rows of known length -> its longest rows in tokens, rounded up to a power of 2."""
 _COLUMNS = {"question": "instruction", "context": "input", "answer": "output"}
 _FLOATS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
 _SINGLE = ("fp32", "float32", "float")
@@ -154,7 +156,8 @@ def _source(settings: Settings) -> dict[str, object]:
 def _read_dataset(settings: Settings, entry: Entry) -> Outcome:
     name = last_name(entry)
     if name.startswith("Mock"):
-        return NoEffect("random tokens")
+        settings.packing = True  # every row is full
+        return Assumed("text in place of random tokens, which costs the same")
     if name in _CHATS:
         _source(settings)["layout"] = "messages"
         return Takes(("sources.layout",))
@@ -376,6 +379,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
         raise entries["quantization.load_in_4bit"].error(
             "a base in 4 bits is frozen, and there is no adapter; add peft"
         )
+    _finish_adapter_kernels(settings)
     _finish_schedule(settings, entries)
     optimizer = entries.get("optimizer._target_")
     if optimizer is not None and last_name(optimizer) == "FusedAdam" and "optimizer.master_weights" not in entries:
@@ -384,6 +388,8 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     if settings.shard_size is not None:
         settings.shard_size = max(settings.shard_size // settings.replicas, 1)
     stated = _first(entries, "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
+    if stated is not None and settings.expert_parallel > 1:  # whether ep_size stands before or after it
+        _read_reshard(settings, stated)
     if stated is None and settings.sharding == "full" and max(settings.pipeline_parallel, settings.expert_parallel) > 1:
         settings.sharding = "gradients"
         notes.append("with pp_size or ep_size above 1, AutoModel keeps gathered weights until the backward pass")
@@ -414,6 +420,14 @@ def _finish_model(settings: Settings, entries: Mapping[str, Entry]) -> None:
     settings.random_weights = False  # a model of sizes has no others
 
 
+def _finish_adapter_kernels(settings: Settings) -> None:
+    """Sets the fused operators of adapted layers: AutoModel has them on, and leaves them out where they cannot run."""
+    split = max(settings.tensor_parallel, settings.expert_parallel) > 1
+    plain = settings.adapter == settings.lora_variant == "lora" and not settings.lora_dropout and not settings.quantized
+    settings.adapter_kernels = settings.adapter_kernels and plain and not split
+    settings.fused_gate = settings.fused_gate or settings.adapter_kernels
+
+
 def _finish_schedule(settings: Settings, entries: Mapping[str, Entry]) -> None:
     """Fills in what lr_scheduler leaves out: a cosine, a tenth of warmup, and a fall to 1 %."""
     if not any(name.startswith("lr_scheduler.") for name in entries):
@@ -432,18 +446,18 @@ def _finish_data(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
     packed = entries.get("packed_sequence.packed_sequence_size")
     if packed is not None and not packed.is_off:
         settings.length = packed.whole()
-    elif not any(f"dataset.{name}" in entries for name in ("seq_length", "seq_len")):
+    elif _first(entries, "dataset.seq_length", "dataset.seq_len") is None:
+        dataset = entries.get("dataset._target_")
+        settings.length = _LONGEST.get(last_name(dataset) if dataset else "", settings.length)
         notes.append(
-            f"the rows of the data decide the length of sequences: planned at {settings.length:,} tokens; "
+            f"the longest row of a micro-batch decides its length: planned at {settings.length:,} tokens; "
             "--set batch.seq_len=N plans another"
         )
     if settings.sources and not settings.sources[0].get("source"):
         raise next(entry for name, entry in entries.items() if name.startswith("dataset.")).error(
             "names no data; add dataset.path_or_dataset_id"
         )
-    if not settings.sources:
-        notes.append("the file's data is made of random tokens, or not named")
-    elif settings.sources[0].get("layout") == "alpaca":
+    if settings.sources and settings.sources[0].get("layout") == "alpaca":
         source = settings.sources[0]
         columns = source.get("columns", {})
         assert isinstance(columns, dict)
@@ -652,17 +666,19 @@ AUTOMODEL = Format(
         "peft._target_": ignore("LoRA"),
         "peft.dim": take("lora_rank", Entry.whole),
         "peft.alpha": take("lora_alpha", Entry.number),
-        "peft.dropout": take("lora_dropout", Entry.fraction),
+        "peft.dropout": take(
+            "lora_dropout", Entry.fraction, "on the adapters' input, which takes more memory than on their output"
+        ),
         "peft.target_modules": _read_targets,
         "peft.exclude_modules": _read_excluded,
         "peft.match_all_linear": _read_all_linear,
         "peft.use_dora": _read_dora,
         "peft.use_triton": ignore("the kernel of the adapters"),
-        "peft.use_memory_efficient_lora": assume("adapters keep their activations, which takes more memory"),
+        "peft.use_memory_efficient_lora": switch("adapter_kernels"),
         "peft.moe_rank_scaling": assume("experts have no adapters"),
         "peft.lora_A_init": ignore("the adapters' first values"),
         "peft.lora_dtype": ignore("the precision of the adapters, of little weight"),
-        "peft.dropout_position": ignore("before or after the adapter costs the same"),
+        "peft.dropout_position": assume("dropout is on the adapters' input"),
         "quantization.load_in_4bit": switch("quantized"),
         "quantization.load_in_8bit": assume("the base is in half precision, twice the memory of 8 bits"),
         "quantization.bnb_4bit_use_double_quant": switch("double_quantization"),

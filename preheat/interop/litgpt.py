@@ -64,14 +64,9 @@ _LLAMA = {
 """What Llama's blocks are in the terms of a model_config."""
 _NOT_LLAMA = {"norm_class_name", "mlp_class_name", "rotary_percentage", "parallel_residual", "bias"}
 """Those of `_LLAMA` that differ in litgpt if the file leaves them out."""
-_LAYERS = {
-    "lora_query": ("q_proj",),
-    "lora_key": ("k_proj",),
-    "lora_value": ("v_proj",),
-    "lora_projection": ("o_proj",),
-    "lora_mlp": ("gate_proj", "up_proj", "down_proj"),
-}
-"""Key of a kind of layer -> names of its matrices in transformers' models of Llama's kind."""
+_ATTENTION = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj"}
+"""Key of a projection of attention -> its name in most families of transformers."""
+_LAYERS = (*_ATTENTION, "lora_mlp")
 _DEFAULT_LAYERS = {"lora_query", "lora_value"}
 
 
@@ -240,6 +235,11 @@ def _finish_batch(settings: Settings, entries: Mapping[str, Entry]) -> list[str]
     return notes
 
 
+def _has_adapters(key: str, entries: Mapping[str, Entry]) -> bool:
+    entry = entries.get(key)
+    return key in _DEFAULT_LAYERS if entry is None or entry.value is None else entry.truth()
+
+
 def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     """Applies the rules of litgpt's finetuning between keys."""
     lora = [key for key in entries if key.startswith("lora_")]
@@ -248,12 +248,9 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     if settings.quantized and not lora:
         raise entries["quantize"].error("a base in 4 bits is frozen: only finetune_lora is planned; add lora_r")
     if lora:
-        settings.lora_targets = [
-            name
-            for key, names in _LAYERS.items()
-            if (entries[key].truth() if key in entries and entries[key].value is not None else key in _DEFAULT_LAYERS)
-            for name in names
-        ]
+        on = {key for key in _LAYERS if _has_adapters(key, entries)}
+        attention = ["attention"] if on.issuperset(_ATTENTION) else [_ATTENTION[key] for key in _ATTENTION if key in on]
+        settings.lora_targets = attention + (["feed-forward"] if "lora_mlp" in on else [])
         if not settings.lora_targets:
             raise entries[lora[0]].error("no kind of layer has adapters; set lora_query: true")
     if settings.quantized and settings.world > 1:
@@ -261,7 +258,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     # Several devices recompute their blocks, one does not.
     settings.checkpointing = settings.world > 1
     settings.sharding = "full"
-    if "data" not in entries and "data.class_path" not in entries:
+    if not settings.sources:
         notes.append("the file names no data: litgpt reads Alpaca")
         settings.sources, settings.validation = [{"source": "tatsu-lab/alpaca", "layout": "alpaca"}], 0.03865
     return notes

@@ -122,12 +122,12 @@ _ADAMW: Mapping[str, Default] = {
 _LITGPT_ARGS = "litgpt/args.py"
 _LITGPT: Mapping[str, Default] = {
     **_ADAMW,
-    "length": Default(2048, "", "litgpt/args.py, max_seq_length: the model's context or the longest row"),
+    "length": Default(2048, "", "litgpt/args.py, max_seq_length: none"),
     "precision": Default("bf16", "bf16 on a GPU that has it", "litgpt/utils.py, get_default_supported_precision"),
     "half_weights": Default(
         False, "trained weights are in fp32 under autocast", "litgpt/utils.py, get_default_supported_precision"
     ),
-    "frozen": Default("fp32", "", "litgpt/utils.py, get_default_supported_precision"),
+    "frozen": Default("fp32", "a frozen base is in fp32", "litgpt/utils.py, get_default_supported_precision"),
     "checkpointing": Default(False, "activation checkpointing with several devices only", "litgpt/finetune/lora.py"),
     "deferred_reduction": Default(
         True, "gradients are reduced after the last micro-batch", "litgpt/finetune/lora.py, no_backward_sync"
@@ -149,8 +149,8 @@ LITGPT = TrainerDefaults(
         "packing": Default(False, "rows are padded, not packed", "litgpt/data/base.py, get_sft_collate_fn"),
         "train_on": Default("all", "prompts are trained on", "litgpt/data/json_data.py, mask_prompt"),
         "template": Default("alpaca", "rows are laid out by Alpaca's prompt", "litgpt/data/json_data.py, prompt_style"),
-        "lora_rank": Default(8, "", "litgpt/finetune/lora.py"),
-        "lora_alpha": Default(16.0, "", "litgpt/finetune/lora.py"),
+        "lora_rank": Default(8, "adapters of rank 8", "litgpt/finetune/lora.py"),
+        "lora_alpha": Default(16.0, "adapters' alpha of 16", "litgpt/finetune/lora.py"),
     },
     adapter_dropout=0.05,
     adapts={"lora": "q,v", "qlora": "q,v"},
@@ -182,7 +182,7 @@ AUTOMODEL = TrainerDefaults(
         **_ADAMW,
         "learning_rate": Default(1e-4, "a learning rate of 1e-4", "nemo_automodel/components/optim/optimizer.py"),
         "seed": Default(42, "", _AUTOMODEL_RECIPE),
-        "length": Default(2048, "", "nemo_automodel/components/datasets/llm: the longest row of a micro-batch"),
+        "length": Default(2048, "", "nemo_automodel/components/datasets/llm, seq_length: none"),
         "global_batch": Default(32, "32 sequences a step", _AUTOMODEL_STEPS),
         "micro_batch": Default(1, "one sequence a micro-batch", _AUTOMODEL_RECIPE),
         "epochs": Default(10.0, "ten epochs", _AUTOMODEL_STEPS),
@@ -203,8 +203,13 @@ AUTOMODEL = TrainerDefaults(
         "fused_norm": Default(
             False, "norms and gates as separate operators", "nemo_automodel/components/models/common/utils.py"
         ),
-        "lora_rank": Default(8, "", "nemo_automodel/components/_peft/lora.py"),
-        "lora_alpha": Default(32.0, "", "nemo_automodel/components/_peft/lora.py"),
+        "adapter_kernels": Default(
+            True,
+            "adapted layers keep fewer activations",
+            "nemo_automodel/components/_peft/lora.py, use_memory_efficient_lora",
+        ),
+        "lora_rank": Default(8, "adapters of rank 8", "nemo_automodel/components/_peft/lora.py"),
+        "lora_alpha": Default(32.0, "adapters' alpha of 32", "nemo_automodel/components/_peft/lora.py"),
     },
     adapter_dropout=0.0,
     adapts={"lora": "proj", "qlora": "proj"},

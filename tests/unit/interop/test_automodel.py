@@ -58,6 +58,9 @@ PEFT = "peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, dim: 4
         ),
         (PEFT + ", target_modules: [q_proj]}", "techniques.lora.target_modules", ("q_proj",)),
         (PEFT + ", match_all_linear: true}", "techniques.lora.target_modules", "all-linear"),
+        (PEFT + "}", "techniques.fused_operators.gate", True),
+        (PEFT + ", use_memory_efficient_lora: false}", "techniques.fused_operators", None),
+        (PEFT + ", dropout: 0.1}", "techniques.fused_operators", None),
         (PEFT + ", use_dora: true}", "techniques.lora.variant", "dora"),
         (PEFT + "}\nquantization: {load_in_4bit: true}", "techniques.nf4.double_quantization", True),
         ("loss_fn: {_target_: a.FusedLinearCrossEntropy}", "techniques.chunked_loss.kernel", "auto"),
@@ -175,7 +178,15 @@ def test_datasets(dataset: str, values: dict[str, object]) -> None:
 def test_lengths_that_the_rows_decide_are_assumed() -> None:
     config = read(SMALL + DATA.replace("  seq_length: 64\n", ""))
     assert look_up(config, "batch.seq_len") == 2048
-    assert config.reading.assumptions[0].startswith("the rows of the data decide the length")
+    assert config.reading.assumptions[0].startswith("the longest row of a micro-batch decides its length")
+    known = read(SMALL + "dataset: {_target_: a.HellaSwag, path_or_dataset: rowan/hellaswag}\n")
+    assert look_up(known, "batch.seq_len") == 256
+
+
+def test_random_tokens_fill_their_sequences_and_name_no_data() -> None:
+    config = read(SMALL + "dataset: {_target_: a.MockIterableDataset, seq_len: 64}\n")
+    assert look_up(config, "batch.seq_len") == 64
+    assert config.reading.assumptions == ()
 
 
 def test_the_global_batch_is_rounded_down_to_whole_micro_batches() -> None:

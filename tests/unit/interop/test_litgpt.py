@@ -55,7 +55,8 @@ SIZES = (
         ("precision: bf16-true\nquantize: bnb.nf4", "techniques.nf4.double_quantization", False),
         ("precision: bf16-true\nquantize: nf4-dq", "techniques.nf4.double_quantization", True),
         ("lora_key: true\nlora_value: false", "techniques.lora.target_modules", ("q_proj", "k_proj")),
-        ("lora_projection: true", "techniques.lora.target_modules", ("q_proj", "v_proj", "o_proj")),
+        ("lora_mlp: true", "techniques.lora.target_modules", ("q_proj", "v_proj", "feed-forward")),
+        ("lora_key: true\nlora_projection: true", "techniques.lora.target_modules", ("attention",)),
         ("lora_alpha: 8\nlora_dropout: 0", "techniques.lora.alpha", 8.0),
         ("optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 2e-4}}", "optimizer.lr", 2e-4),
         ("optimizer: {class_path: torch.optim.AdamW, init_args: {betas: [0.9, 0.95]}}", "optimizer.betas", (0.9, 0.95)),
@@ -116,6 +117,12 @@ def test_data_modules(module: str, source: str, layout: str) -> None:
     config = read(f"checkpoint_dir: tiny\ndata: {module}\ntrain: {{max_steps: 5}}\n")
     assert (look_up(config, "data.source"), look_up(config, "data.layout")) == (source, layout)
     assert any("states no train.max_seq_length" in text for text in config.reading.assumptions)
+
+
+def test_finetuning_reads_alpaca_if_the_file_names_no_data() -> None:
+    config = read("checkpoint_dir: tiny\ndata:\ntrain: {max_steps: 5, max_seq_length: 64}\n")
+    assert look_up(config, "data.source") == "tatsu-lab/alpaca"
+    assert "the file names no data: litgpt reads Alpaca" in config.reading.assumptions
 
 
 def test_the_command_decides_the_devices_and_the_global_batch_stays() -> None:
