@@ -43,6 +43,9 @@ _log = logging.getLogger("preheat.interop")  # shown by the command line
 _RECIPE_ONLY = ("batch", "data", "stop", "techniques")
 """Sections that only a recipe has: a file with one of them is a recipe, whatever else is in it."""
 
+_CLASS = "class_path"
+"""With this key, a section names a Python class, as in files of jsonargparse: no recipe does."""
+
 
 _FOUR_BIT = re.compile(r"[-_](awq|gptq|nf4|bnb-4bit|4bit|int4)\b", re.IGNORECASE)
 """Ends of the names of checkpoints in 4 bits."""
@@ -122,7 +125,7 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     if name is not None:
         return formats[name]
     values, lines = _parse(text, where)
-    if not isinstance(values, Mapping) or any(isinstance(values.get(key), Mapping) for key in _RECIPE_ONLY):
+    if not isinstance(values, Mapping) or any(_is_section(values.get(key)) for key in _RECIPE_ONLY):
         return None
     candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
     candidates = [pair for pair in candidates if not pair[0].general] or candidates
@@ -145,6 +148,11 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
 def _parse(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Returns the values of a YAML or JSON file, or of the calls of a script, with the line of each key."""
     return read_script(text, where) if where.endswith(".py") else compose(text, where)
+
+
+def _is_section(value: object) -> bool:
+    """Returns True for a section of a recipe."""
+    return isinstance(value, Mapping) and _CLASS not in value
 
 
 _COMPANIONS = {
@@ -206,7 +214,8 @@ def read_config(
     outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
     assumptions = [*format.finish(settings, by_name), *_describe_assumptions(settings)]
-    if settings.model is None and not any(item.startswith(_MODEL) for item in overrides):
+    named = settings.model is not None or settings.family is not None
+    if not named and not any(item.startswith(_MODEL) for item in overrides):
         missing = " or ".join(sorted(format.requires)) or "model_name_or_path"
         raise RecipeError(f"{where}: {missing}: names no model; add it, or --set model.path=PATH")
     if settings.adapter and not settings.quantized and _FOUR_BIT.search(settings.model or ""):
@@ -216,8 +225,8 @@ def read_config(
     sources = _find_blame(outcomes)
     recipe = recipes.read_values(built, where=where, sources=sources, overrides=overrides, warn=False)
     reads_data = _is_data_here(recipe)
-    if not reads_data:
-        assumptions.append(_describe_absent_data(recipe, named=bool(settings.sources)))
+    if not reads_data and (text := _describe_absent_data(recipe, named=bool(settings.sources))):
+        assumptions.append(text)
     reading = _build_reading(format, where, outcomes, defaults, built, assumptions)
     if warn:
         for key in reading.not_understood:
@@ -362,9 +371,11 @@ def _describe_assumptions(settings: Settings) -> list[str]:
 
 
 def _describe_absent_data(recipe: Recipe, *, named: bool) -> str:
-    names = ", ".join(str(part.source) for part, _ in recipe.data.parts()) if named else "the data"
-    text = f"{shorten(names)} is not on this machine"
-    return text if recipe.stop.max_steps else f"{text}: the steps of an epoch are not known (--set stop.max_steps=N)"
+    """Returns what a plan lacks without the data, of which the file may name none; empty if nothing."""
+    names = ", ".join(str(part.source) for part, _ in recipe.data.parts())
+    absent = f"{shorten(names)} is not on this machine" if named else ""
+    steps = "" if recipe.stop.max_steps else "the steps of an epoch are not known (--set stop.max_steps=N)"
+    return ": ".join(filter(None, (absent, steps)))
 
 
 def _is_data_here(recipe: Recipe) -> bool:

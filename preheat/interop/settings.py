@@ -26,6 +26,11 @@ class Settings:
         half_weights: trained weights are in half precision, without fp32 copies.
         frozen: precision of a frozen base under autocast, as in the recipe.
         sources: of the data, in the recipe's terms (source, layout, columns, ...).
+        family: architecture of a model that the file describes by its sizes, in place of naming one.
+        architecture: sizes of the model, as transformers' configurations spell them.
+        global_batch: sequences per step of all devices, if the file states them; accumulation follows from them.
+        min_lr: the schedule's final rate, if the file states the rate in place of its ratio.
+        deferred_reduction: with sharding, gradients stay whole until the last micro-batch.
         pairs: a row of the data is two answers, each a sequence.
     """
 
@@ -35,6 +40,8 @@ class Settings:
     devices: int | None = None
     model: str | None = None
     random_weights: bool = False
+    family: str | None = None
+    architecture: dict[str, object] = field(default_factory=dict)
     part: str = "auto"
     tokenizer: str | None = None
     add_tokens: list[str] = field(default_factory=list)
@@ -49,6 +56,7 @@ class Settings:
     length: int = 512
     micro_batch: int = 1
     accumulation: int = 1
+    global_batch: int | None = None
     pairs: bool = False
     optimizer: str = "adamw_torch_fused"
     learning_rate: float = 5e-5
@@ -60,6 +68,7 @@ class Settings:
     warmup_ratio: float = 0.0
     warmup_steps: int | None = None
     min_lr_ratio: float = 0.0
+    min_lr: float | None = None
     epochs: float | None = None
     max_steps: int | None = None
     eval_steps: int | None = None
@@ -78,6 +87,7 @@ class Settings:
     half_weights: bool = False
     frozen: str = "auto"
     checkpointing: bool = False
+    checkpointing_mode: str = "full"
     activation_offload: bool = False
     attention: bool = True
     compiled: bool = False
@@ -94,11 +104,13 @@ class Settings:
     shifted_groups: bool = False
     sharding: str | None = None
     offload: bool = False
+    deferred_reduction: bool = False
     shard_size: int | None = None
     replicas: int = 1
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1
+    pipeline_schedule: str = "1f1b"
     expert_parallel: int = 1
     sequence_parallel: bool = False
 
@@ -111,7 +123,12 @@ class Settings:
     def world(self) -> int:
         """Number of devices: of the command, else as many as the file's degrees need."""
         shards = max(self.shard_size or 1, 1) * max(self.replicas, 1)
-        return self.devices or max(shards * self.model_parallel, self.expert_parallel)
+        return self.devices or max(shards * self.model_parallel, self.expert_parallel * self.pipeline_parallel)
+
+    @property
+    def ranks(self) -> int:
+        """Devices that read rows of their own."""
+        return max(self.world // self.model_parallel, 1)
 
 
 OURS: Mapping[str, tuple[str, ...]] = {
@@ -119,6 +136,12 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "devices": ("parallel.devices",),
     "model": ("model.path",),
     "random_weights": ("model.weights",),
+    "family": ("model.family",),
+    "architecture": (
+        *("model.config", "model.num_layers", "model.hidden_size", "model.num_heads", "model.num_kv_heads"),
+        *("model.intermediate_size", "model.num_experts", "model.num_experts_per_tok", "model.vocab_size"),
+        *("model.max_positions", "model.tie_embeddings"),
+    ),
     "part": ("model.part",),
     "tokenizer": ("data.tokenizer",),
     "add_tokens": ("model.add_tokens",),
@@ -138,6 +161,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "length": ("batch.seq_len",),
     "micro_batch": ("batch.size",),
     "accumulation": ("techniques.gradient_accumulation", "batch.size"),
+    "global_batch": ("batch.size", "techniques.gradient_accumulation"),
     "optimizer": (
         *("techniques.low_bit_adamw", "techniques.adafactor", "techniques.lion", "techniques.muon"),
         "techniques.apollo",
@@ -151,6 +175,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "warmup_ratio": ("schedule.warmup_ratio",),
     "warmup_steps": ("schedule.warmup_ratio",),
     "min_lr_ratio": ("schedule.min_lr_ratio",),
+    "min_lr": ("schedule.min_lr_ratio",),
     "epochs": ("stop.epochs",),
     "max_steps": ("stop.max_steps",),
     "eval_steps": ("evaluate.every",),
@@ -169,6 +194,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "half_weights": ("techniques.mixed_precision",),
     "frozen": ("techniques.mixed_precision.frozen",),
     "checkpointing": ("techniques.activation_checkpointing",),
+    "checkpointing_mode": ("techniques.activation_checkpointing.mode",),
     "activation_offload": ("techniques.activation_offload",),
     "attention": ("techniques.efficient_attention",),
     "compiled": ("techniques.compile",),
@@ -184,24 +210,39 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "shifted_groups": ("techniques.shifted_groups",),
     "sharding": ("techniques.fsdp", "techniques.zero1"),
     "offload": ("techniques.fsdp.offload",),
+    "deferred_reduction": ("techniques.fsdp.reduce",),
     "shard_size": ("techniques.fsdp", "parallel.devices"),
     "replicas": ("techniques.fsdp.replicate", "parallel.devices"),
     "tensor_parallel": ("techniques.tensor_parallel", "parallel.devices"),
     "context_parallel": ("techniques.context_parallel", "parallel.devices"),
     "pipeline_parallel": ("techniques.pipeline_parallel", "parallel.devices"),
+    "pipeline_schedule": ("techniques.pipeline_parallel.schedule",),
     "expert_parallel": ("techniques.expert_parallel", "parallel.devices"),
     "sequence_parallel": ("techniques.tensor_parallel.sequence_parallel",),
 }
 """Field of `Settings` -> the keys of the recipe that follow from it; of a setting of `sources` the first that is there,
 since several sources are one list."""
 
+_SIZES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "intermediate_size": "intermediate_size",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""Sizes as transformers' configurations spell them -> the recipe's keys of a new model."""
+
 _LOW_BIT = {"8bit": 8, "4bit": 4}
 
 
 def build_values(settings: Settings) -> JsonObject:
     """Returns the recipe that follows from the settings, as plain values for `recipe.read_values`."""
-    ranks = settings.world // settings.model_parallel
-    rows = settings.micro_batch * settings.accumulation * max(ranks, 1) * (2 if settings.pairs else 1)
+    rows = settings.micro_batch * settings.accumulation * settings.ranks * (2 if settings.pairs else 1)
     return {
         "name": re.sub(r"[^\w.-]+", "-", settings.name).strip(".-")[:80] or "run",
         "seed": settings.seed,
@@ -230,8 +271,14 @@ def build_values(settings: Settings) -> JsonObject:
 
 
 def _build_model(settings: Settings) -> JsonObject:
+    if settings.model is None and settings.family is not None:
+        sizes = {_SIZES[key]: value for key, value in settings.architecture.items() if key in _SIZES}
+        others = {key: value for key, value in settings.architecture.items() if key not in _SIZES}
+        return {"family": settings.family, **sizes, **({"config": others} if others else {})}
     # An override names the model of a file without one.
     model: JsonObject = {} if settings.model is None else {"path": settings.model}
+    if settings.architecture:
+        model["config"] = settings.architecture
     if settings.random_weights:
         model["weights"] = "random"
     if settings.part != "auto":
@@ -268,7 +315,10 @@ def _build_schedule(settings: Settings) -> JsonObject:
         return {"kind": "constant", "warmup_ratio": warmup}
     if settings.schedule == "linear":  # from the end of the warmup to the end of the run
         return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": 1 - warmup, "min_lr_ratio": 0.0}
-    return {"kind": "cosine", "warmup_ratio": warmup, "min_lr_ratio": settings.min_lr_ratio}
+    floor = settings.min_lr_ratio
+    if settings.min_lr is not None and settings.learning_rate:
+        floor = min(settings.min_lr / settings.learning_rate, 0.999)
+    return {"kind": "cosine", "warmup_ratio": warmup, "min_lr_ratio": floor}
 
 
 def _build_techniques(settings: Settings) -> JsonObject:
@@ -284,7 +334,8 @@ def _build_techniques(settings: Settings) -> JsonObject:
     if settings.quantized:
         techniques["nf4"] = {} if settings.double_quantization else {"double_quantization": False}
     if settings.checkpointing:
-        techniques["activation_checkpointing"] = {}
+        mode = settings.checkpointing_mode
+        techniques["activation_checkpointing"] = {} if mode == "full" else {"mode": mode}
     if settings.activation_offload:
         techniques["activation_offload"] = {}
     if settings.accumulation > 1:
@@ -343,10 +394,12 @@ def _build_optimizer(settings: Settings) -> JsonObject:
 
 def _build_parallelism(settings: Settings) -> JsonObject:
     techniques: JsonObject = {}
-    world, ranks = settings.world, settings.world // settings.model_parallel
+    world, ranks = settings.world, settings.ranks
     for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
         if (degree := getattr(settings, name)) > 1:
             techniques[name] = {"degree": degree}
+    if "pipeline_parallel" in techniques and settings.pipeline_schedule != "1f1b":
+        techniques["pipeline_parallel"] |= {"schedule": settings.pipeline_schedule}
     if "tensor_parallel" in techniques:
         # The head's output is gathered in these trainers.
         techniques["tensor_parallel"] |= {"loss_parallel": False, "sequence_parallel": settings.sequence_parallel}
@@ -357,6 +410,8 @@ def _build_parallelism(settings: Settings) -> JsonObject:
         fsdp: JsonObject = {} if settings.sharding == "full" else {"reshard_after_forward": False}
         if settings.precision == "bf16" and not settings.half_weights and settings.adapter is None:
             fsdp["gather"] = "bf16"
+        if settings.deferred_reduction and settings.accumulation > 1:
+            fsdp["reduce"] = "last"
         if settings.offload:
             fsdp["offload"] = True
         if settings.replicas > 1:

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = [
+    "AUTOMODEL",
     "AXOLOTL",
     "CHECKPOINT_WEIGHTS",
+    "LITGPT",
+    "LITGPT_PRETRAIN",
     "LLAMA_FACTORY",
     "PEFT",
     "TRANSFORMERS",
@@ -210,4 +213,111 @@ TRL_DPO = TrainerDefaults(
     adapter_dropout=0.05,
     adapts={"lora": "q,v", "qlora": "q,v"},
     recomputes=("full-ft", "lora", "qlora"),
+)
+
+_TORCH = "torch.optim.AdamW"
+_ADAMW: Mapping[str, Default] = {
+    "optimizer": Default("adamw_torch", "AdamW", _TORCH),
+    "learning_rate": Default(1e-3, "a learning rate of 1e-3", _TORCH),
+    "betas": Default((0.9, 0.999), "Adam's betas are 0.9 and 0.999", _TORCH),
+    "eps": Default(1e-8, "", _TORCH),
+    "weight_decay": Default(0.01, "a weight decay of 0.01", _TORCH),
+}
+"""Those of torch's AdamW."""
+
+_LITGPT_ARGS = "litgpt/args.py"
+_LITGPT: Mapping[str, Default] = {
+    **_ADAMW,
+    "length": Default(2048, "", "litgpt/args.py, max_seq_length: none"),
+    "precision": Default("bf16", "bf16 on a GPU that has it", "litgpt/utils.py, get_default_supported_precision"),
+    "half_weights": Default(
+        False, "trained weights are in fp32 under autocast", "litgpt/utils.py, get_default_supported_precision"
+    ),
+    "frozen": Default("fp32", "a frozen base is in fp32", "litgpt/utils.py, get_default_supported_precision"),
+    "checkpointing": Default(False, "activation checkpointing with several devices only", "litgpt/finetune/lora.py"),
+    "deferred_reduction": Default(
+        True, "gradients are reduced after the last micro-batch", "litgpt/finetune/lora.py, no_backward_sync"
+    ),
+    "save_steps": Default(1000, "", _LITGPT_ARGS),
+    "schedule": Default("cosine", "the learning rate falls as a cosine", "litgpt/finetune/lora.py, get_lr_scheduler"),
+    "chunked_loss": Default(False, "all logits are kept for the backward pass", "litgpt/utils.py"),
+}
+LITGPT = TrainerDefaults(
+    version="0.5.13",
+    settings={
+        **_LITGPT,
+        "seed": Default(1337, "", "litgpt/finetune/lora.py"),
+        "global_batch": Default(16, "16 sequences a step", "litgpt/finetune/lora.py, train"),
+        "micro_batch": Default(1, "one sequence a micro-batch", "litgpt/finetune/lora.py, train"),
+        "epochs": Default(5.0, "five epochs", "litgpt/finetune/lora.py, train"),
+        "warmup_steps": Default(100, "100 steps of warmup", "litgpt/finetune/lora.py, train"),
+        "max_grad_norm": Default(0.0, "gradients are not clipped", "litgpt/finetune/lora.py"),
+        "packing": Default(False, "rows are padded, not packed", "litgpt/data/base.py, get_sft_collate_fn"),
+        "train_on": Default("all", "prompts are trained on", "litgpt/data/json_data.py, mask_prompt"),
+        "template": Default("alpaca", "rows are laid out by Alpaca's prompt", "litgpt/data/json_data.py, prompt_style"),
+        "lora_rank": Default(8, "adapters of rank 8", "litgpt/finetune/lora.py"),
+        "lora_alpha": Default(16.0, "adapters' alpha of 16", "litgpt/finetune/lora.py"),
+    },
+    adapter_dropout=0.05,
+    adapts={"lora": "q,v", "qlora": "q,v"},
+    recomputes=(),
+)
+LITGPT_PRETRAIN = TrainerDefaults(
+    version="0.5.13",
+    settings={
+        **_LITGPT,
+        "seed": Default(42, "", "litgpt/pretrain.py"),
+        "global_batch": Default(512, "512 sequences a step", "litgpt/pretrain.py, train"),
+        "micro_batch": Default(4, "four sequences a micro-batch", "litgpt/pretrain.py, train"),
+        "warmup_steps": Default(2000, "2,000 steps of warmup", "litgpt/pretrain.py, train"),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", "litgpt/pretrain.py, train"),
+        "min_lr": Default(4e-5, "the learning rate falls to 4e-5", "litgpt/pretrain.py, train"),
+        "packing": Default(True, "documents fill sequences of one length", "litgpt/data/text_files.py"),
+        "compiled": Default(True, "the model is compiled", "litgpt/pretrain.py, main"),
+    },
+    adapter_dropout=0.0,
+    adapts={},
+    recomputes=(),
+)
+_AUTOMODEL_STEPS = "nemo_automodel/components/training/step_scheduler.py"
+_AUTOMODEL_RECIPE = "nemo_automodel/recipes/llm/train_ft.py"
+_AUTOMODEL_FSDP = "nemo_automodel/components/distributed/config.py"
+AUTOMODEL = TrainerDefaults(
+    version="0.7.0",
+    settings={
+        **_ADAMW,
+        "learning_rate": Default(1e-4, "a learning rate of 1e-4", "nemo_automodel/components/optim/optimizer.py"),
+        "seed": Default(42, "", _AUTOMODEL_RECIPE),
+        "length": Default(2048, "", "nemo_automodel/components/datasets/llm, seq_length: none"),
+        "global_batch": Default(32, "32 sequences a step", _AUTOMODEL_STEPS),
+        "micro_batch": Default(1, "one sequence a micro-batch", _AUTOMODEL_RECIPE),
+        "epochs": Default(10.0, "ten epochs", _AUTOMODEL_STEPS),
+        "save_steps": Default(100, "", _AUTOMODEL_STEPS),
+        "schedule": Default("constant", "a constant learning rate", f"{_AUTOMODEL_RECIPE}, lr_scheduler: none"),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", _AUTOMODEL_RECIPE),
+        "half_weights": Default(
+            True,
+            "trained weights stay in bf16, without fp32 copies",
+            "nemo_automodel/_transformers/auto_model.py, torch_dtype: auto",
+        ),
+        "checkpointing": Default(False, "no activation checkpointing", _AUTOMODEL_FSDP),
+        "deferred_reduction": Default(
+            True, "gradients are reduced after the last micro-batch", f"{_AUTOMODEL_FSDP}, defer_fsdp_grad_sync"
+        ),
+        "sharding": Default("full", "FSDP across all devices", _AUTOMODEL_FSDP),
+        "packing": Default(False, "rows are padded, not packed", "nemo_automodel/recipes/_typed_config.py"),
+        "fused_norm": Default(
+            False, "norms and gates as separate operators", "nemo_automodel/components/models/common/utils.py"
+        ),
+        "adapter_kernels": Default(
+            True,
+            "adapted layers keep fewer activations",
+            "nemo_automodel/components/_peft/lora.py, use_memory_efficient_lora",
+        ),
+        "lora_rank": Default(8, "adapters of rank 8", "nemo_automodel/components/_peft/lora.py"),
+        "lora_alpha": Default(32.0, "adapters' alpha of 32", "nemo_automodel/components/_peft/lora.py"),
+    },
+    adapter_dropout=0.0,
+    adapts={"lora": "proj", "qlora": "proj"},
+    recomputes=(),
 )

@@ -54,6 +54,24 @@ args = SFTConfig(
 )
 SFTTrainer(model="base", args=args, train_dataset=load_dataset("json", data_files="rows.json")["train"]).train()
 """
+LITGPT = """\
+checkpoint_dir: base
+precision: bf16-true
+lora_r: 2
+data: {class_path: litgpt.data.JSON, init_args: {json_path: rows.json, val_split_fraction: 0.2}}
+train: {global_batch_size: 4, micro_batch_size: 2, max_steps: 2, max_seq_length: 64}
+"""
+AUTOMODEL = """\
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: base}
+step_scheduler: {global_batch_size: 4, local_batch_size: 2, max_steps: 2}
+peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, target_modules: ["*_proj"], dim: 2}
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset
+  path_or_dataset_id: rows.json
+  column_mapping: {question: instruction, answer: output}
+  seq_length: 64
+"""
 
 
 @pytest.fixture
@@ -101,6 +119,17 @@ def test_a_configuration_shows_its_data_and_trains(preheat: Command, folder: Pat
     assert shown["layout"].startswith("alpaca")
     assert shown["counts"]["sources"][0]["source"].endswith("rows.json")
     preheat.here("train", "lf.yaml", "--out", "run")
+    assert sorted(losses(folder / "run")) == [1, 2]
+
+
+@pytest.mark.parametrize(("text", "layout"), [(LITGPT, "alpaca"), (AUTOMODEL, "prompt")])
+def test_a_trainer_that_states_the_global_batch(text: str, layout: str, preheat: Command, folder: Path) -> None:
+    (folder / "f.yaml").write_text(text)
+    plan = preheat.here.json("plan", "f.yaml", "--gpu", "H100")
+    jsonschema.validate(plan, preheat.here.json("plan", "--schema"))
+    assert (plan["recipe"]["batch"]["size"], plan["recipe"]["data"]["layout"]) == (4, layout)
+    assert plan["reading"]["not_understood"] == []
+    preheat.here("train", "f.yaml", "--out", "run")
     assert sorted(losses(folder / "run")) == [1, 2]
 
 

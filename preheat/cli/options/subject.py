@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.cli.options.foreign_options import RECOGNIZED, ForeignOptions
 from preheat.cli.options.recipe_argument import read_foreign_config
+from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError
+from preheat.hardware.connectivity import find_cached_folder, is_hub_offline
 from preheat.interop.stand_in import find_preset
 from preheat.model_folder import read_object
 from preheat.models import configs, presets
-from preheat.models.hub_config import find_hub_folder
+from preheat.models.hub_config import find_hub_folder, is_hub_name
 from preheat.recipe import Recipe
 from preheat.recipe.yaml_io import write
 from preheat.sanitize import shorten
@@ -149,9 +151,15 @@ def _load_user_recipe(recipe: Recipe) -> Subject:
 def _load_foreign_recipe(recipe: Recipe, reading: ConfigReading) -> Subject:
     """Returns a recipe that was read from another trainer's configuration, with a preset for a model that is not here.
 
+    A tokenizer that is not here is left out of the plan.
+
     Raises:
         RecipeError: the model is not here, and no preset has its sizes.
     """
+    if (tokenizer := recipe.data.tokenizer) is not None and _is_tokenizer_absent(tokenizer):
+        text = f"the tokenizer {shorten(tokenizer)} is not on this machine: the model's own vocabulary is planned"
+        reading = replace(reading, assumptions=(*reading.assumptions, text))
+        recipe = replace(recipe, data=replace(recipe.data, tokenizer=None))
     model, absent = recipe.model, recipe.model.path
     if absent is None:  # an override names another model
         return replace(_load_user_recipe(recipe), reading=reading)
@@ -169,6 +177,13 @@ def _load_foreign_recipe(recipe: Recipe, reading: ConfigReading) -> Subject:
     reading = reading if exact else replace(reading, assumptions=(*reading.assumptions, sizes))
     planned = replace(recipe, model=replace(model, path=None, preset=name, add_tokens=()))
     return Subject(planned, True, absent=absent, reading=reading)
+
+
+def _is_tokenizer_absent(name: str) -> bool:
+    """Returns True if a tokenizer is neither a folder nor in the hub's cache, with no network to look for it."""
+    if Path(name).exists() or not is_hub_offline():
+        return False
+    return not is_hub_name(name) or find_cached_folder(name, TOKENIZER_FILES) is None
 
 
 def _is_recipe(what: str) -> bool:

@@ -24,7 +24,7 @@ SMALL = "base_model: tiny\ndatasets: [{path: rows.jsonl, type: alpaca}]\nmax_ste
 CONFIGS = Path(os.environ.get("PREHEAT_CONFIGS", "../shared/configs"))
 
 
-@pytest.mark.parametrize("trainer", ["axolotl", "llamafactory"])
+@pytest.mark.parametrize("trainer", ["axolotl", "llamafactory", "automodel", "litgpt"])
 def test_every_key_of_the_trainers_examples_is_accounted_for(trainer: str) -> None:
     files = sorted((CONFIGS / trainer).glob("*.y*ml"))
     if not files:
@@ -32,7 +32,8 @@ def test_every_key_of_the_trainers_examples_is_accounted_for(trainer: str) -> No
     for file in files:
         text = file.read_text(encoding="utf-8")
         format = find_format(text, file.name, FORMATS)
-        assert format is FORMATS[trainer]
+        assert format is not None
+        assert format.name.startswith(trainer)
         refusal = ""
         try:
             reading = read_config(text, file, format, where=file.name).reading
