@@ -28,6 +28,7 @@ from preheat.interop.deepspeed import find_file
 from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
+from preheat.interop.shell import PROGRAMS, find_command, is_shell, read_shell
 from preheat.interop.toml_files import read_toml
 from preheat.interop.torchtitan_registry import is_registry, read_registry, split_name
 from preheat.interop.trainer_defaults import Default, TrainerDefaults
@@ -124,6 +125,8 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     Raises:
         RecipeError: the file has keys of two formats, or is not YAML.
     """
+    if is_shell(where):
+        return _find_shell_format(text, where, formats, name)
     if name is not None:
         return formats[name]
     values, lines = _parse(text, where)
@@ -149,6 +152,19 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     if not candidates:
         _refuse_companion(values, lines, where)
     return candidates[0][0] if candidates else None
+
+
+def _find_shell_format(text: str, where: str, formats: Mapping[str, Format], name: str | None) -> Format:
+    """Returns the format of the flags of a shell script's command.
+
+    Raises:
+        RecipeError: the user states the format of another trainer.
+    """
+    command, line = find_command(text, where)
+    format = formats[PROGRAMS[command].format]
+    if name is not None and formats[name].title != format.title:
+        raise RecipeError(f"{where}:{line}: {command}: is a command of {format.title}; leave --from {name} out")
+    return format if name is None else formats[name]
 
 
 def _parse(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
@@ -213,15 +229,20 @@ def read_config(
             file, line and key.
     """
     where = where or str(file)
-    values, lines = _parse(text, where)
-    where, _ = split_name(where)
-    if not isinstance(values, Mapping):
-        raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
-    defaults = format.choose_defaults(values)
+    if is_shell(where):
+        run = read_shell(text, where, file.parent)
+        entries, accelerate = list(run.entries), accelerate or run.accelerate
+        format = replace(format, table={**format.table, **run.table})
+    else:
+        values, lines = _parse(text, where)
+        where, _ = split_name(where)
+        if not isinstance(values, Mapping):
+            raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
+        entries = list(iterate_entries(values, lines, where))
+    defaults = format.choose_defaults({entry.path[0]: entry.value for entry in entries})
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
     settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
-    entries = list(iterate_entries(values, lines, where))
     entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
     outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
@@ -289,7 +310,7 @@ def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffec
     if isinstance(entry.value, Reference):
         return NoEffect(f"the call of {entry.value} is read")
     if isinstance(entry.value, Computed) and not isinstance(handler, Ignore):
-        return Assumed("the script computes it, and is not run; the trainer's default is taken")
+        return Assumed("not known without running the script; the trainer's default is taken")
     if handler:
         outcome = handler(settings, entry)
         if renamed and isinstance(outcome, Takes):

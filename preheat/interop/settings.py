@@ -22,6 +22,7 @@ class Settings:
     Attributes:
         home: folder of the file, which relative paths may start from.
         devices: number of devices, if the command states it.
+        processes: devices of one node, as a script starts the run, and nodes its nodes.
         micro_batch: sequences (or pairs) per device and micro-batch.
         half_weights: trained weights are in half precision, without fp32 copies.
         frozen: precision of a frozen base under autocast, as in the recipe.
@@ -45,6 +46,8 @@ class Settings:
     name: str = "run"
     seed: int = 0
     devices: int | None = None
+    processes: int | None = None
+    nodes: int = 1
     model: str | None = None
     random_weights: bool = False
     family: str | None = None
@@ -138,7 +141,9 @@ class Settings:
 
     @property
     def world(self) -> int:
-        """Number of devices: of the command, else as many as the file's degrees need."""
+        """Number of devices: of the command, else of the script, else as many as the file's degrees need."""
+        if self.devices is None and (self.processes or self.nodes > 1):
+            return (self.processes or 1) * self.nodes
         shards = max(self.shard_size or 1, 1) * max(self.replicas, 1)
         return self.devices or max(shards * self.model_parallel, self.expert_parallel * self.pipeline_parallel)
 
@@ -151,6 +156,8 @@ class Settings:
 OURS: Mapping[str, tuple[str, ...]] = {
     "seed": ("seed",),
     "devices": ("parallel.devices",),
+    "processes": ("parallel.devices",),
+    "nodes": ("parallel.devices",),
     "model": ("model.path",),
     "random_weights": ("model.weights",),
     "family": ("model.family",),
