@@ -24,7 +24,7 @@ from preheat.core.config_reading import (
     KeyWithoutEffect,
 )
 from preheat.errors import RecipeError
-from preheat.interop.deepspeed import find_file
+from preheat.interop.deepspeed import find_file, keep_masters
 from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
@@ -246,7 +246,8 @@ def read_config(
     entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
     outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
-    assumptions = [*format.finish(settings, by_name), *_describe_assumptions(settings)]
+    assumptions = [*format.finish(settings, by_name), *keep_masters(settings, entries)]
+    assumptions += _describe_assumptions(settings)
     named = settings.model is not None or settings.family is not None
     if not named and not any(item.startswith(_MODEL) for item in overrides):
         missing = " or ".join(sorted(format.requires)) or "model_name_or_path"

@@ -50,6 +50,9 @@ class Program:
 
 
 _OTHER_TRL = Program(refusal="of TRL's commands, sft and dpo are read; rewards, kto, orpo and cpo are not planned")
+_MEGATRON_SWIFT = Program(
+    refusal="ms-swift's Megatron flags are not read; write the run as swift sft, or its flags for pretrain_gpt.py"
+)
 
 PROGRAMS: Mapping[str, Program] = {
     **dict.fromkeys(("trl sft", "trl/scripts/sft.py"), Program("trl", uses_all=True)),
@@ -58,6 +61,10 @@ PROGRAMS: Mapping[str, Program] = {
     **dict.fromkeys(("llamafactory-cli train", "lmf train"), Program("llamafactory", uses_all=True)),
     **dict.fromkeys(("axolotl train", "axolotl.cli.train"), Program("axolotl", uses_all=True)),
     "run_clm.py": Program("transformers"),
+    "swift sft": Program("ms-swift"),
+    "swift pt": Program("ms-swift-pt"),
+    "swift rlhf": Program("ms-swift-rlhf"),
+    **{f"megatron {task}": _MEGATRON_SWIFT for task in ("sft", "pt", "rlhf")},
 }
 """Commands by name: of a program with its subcommand, of a script by the end of its path, of a module behind `-m`."""
 

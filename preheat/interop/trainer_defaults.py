@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "AUTOMODEL",
@@ -12,6 +12,9 @@ __all__ = [
     "LITGPT",
     "LITGPT_PRETRAIN",
     "LLAMA_FACTORY",
+    "MS_SWIFT",
+    "MS_SWIFT_PRETRAIN",
+    "MS_SWIFT_RLHF",
     "PEFT",
     "TORCHTITAN",
     "TORCHTITAN_REGISTRY",
@@ -368,3 +371,55 @@ TORCHTITAN_REGISTRY: Mapping[str, Default] = {
     "fp8_recipe": Default("rowwise", "in fp8, one scale per row", "torchtitan/components/quantization/float8.py"),
 }
 """Those that differ in the registry of 0.3 (torchtitan/config/configs.py)."""
+_SWIFT_ARGUMENTS, _SWIFT_TUNER = "swift/trainers/arguments.py", "swift/arguments/tuner_args.py"
+_SWIFT: dict[str, Default] = {
+    **_TRAINER,
+    "learning_rate": Default(
+        1e-4, "a learning rate of 1e-4 (full training: 1e-5)", "swift/arguments/sft_args.py, _init_override"
+    ),
+    "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", _SWIFT_ARGUMENTS),
+    "weight_decay": Default(0.1, "a weight decay of 0.1", _SWIFT_ARGUMENTS),
+    "micro_batch": Default(1, "one sequence a micro-batch", _SWIFT_ARGUMENTS),
+    "schedule": Default("cosine", "the learning rate falls as a cosine", _SWIFT_ARGUMENTS),
+    "warmup_ratio": Default(0.0, "no warmup", _SWIFT_ARGUMENTS),
+    "seed": Default(42, "", "swift/arguments/base_args/base_args.py"),
+    "length": Default(2048, "", "swift/arguments/base_args/template_args.py, max_length: none"),
+    "precision": Default("bf16", "bf16 autocast for weights in bf16", "swift/arguments/base_args/model_args.py"),
+    "half_weights": Default(
+        True,
+        "weights are in the checkpoint's precision, taken as bf16",
+        "swift/arguments/base_args/model_args.py, torch_dtype",
+    ),
+    "frozen": Default(
+        "auto", "so is the frozen base of adapters", "swift/arguments/base_args/model_args.py, torch_dtype"
+    ),
+    "optimizer": Default("adamw_torch_fused", "fused AdamW", f"{_HF}, optim"),
+    "checkpointing": Default(True, "activation checkpointing is on", _SWIFT_ARGUMENTS),
+    "packing": Default(False, "rows are padded, not packed", "swift/arguments/base_args/base_args.py"),
+    "train_on": Default(
+        "assistant", "the assistant's turns are trained on", "swift/arguments/base_args/template_args.py, loss_scale"
+    ),
+    "validation": Default(0.0, "nothing is held out", "swift/arguments/base_args/data_args.py, split_dataset_ratio"),
+    "workers": Default(1, "one process loads rows", _SWIFT_ARGUMENTS),
+    "save_steps": Default(500, "", f"{_HF}, save_steps"),
+    "adapter": Default("lora", "trains a LoRA adapter", "swift/arguments/base_args/base_args.py, tuner_type"),
+    "lora_rank": Default(8, "adapters of rank 8", _SWIFT_TUNER),
+    "lora_alpha": Default(32.0, "adapters' alpha of 32", _SWIFT_TUNER),
+    "lora_dropout": Default(0.05, "dropout of 0.05 on the adapters' inputs", _SWIFT_TUNER),
+    "lora_targets": Default("all-linear", "all linear layers have adapters", _SWIFT_TUNER),
+}
+MS_SWIFT = TrainerDefaults(
+    version="4.6",
+    settings=_SWIFT,
+    adapter_dropout=0.05,
+    adapts={"lora": "all", "qlora": "all"},
+    recomputes=("full-ft", "lora", "qlora"),
+)
+MS_SWIFT_PRETRAIN = replace(
+    MS_SWIFT,
+    settings=_SWIFT | {"train_on": Default("all", "all tokens are trained on", "swift/arguments/pretrain_args.py")},
+)
+MS_SWIFT_RLHF = replace(
+    MS_SWIFT,
+    settings=_SWIFT | {"preference": Default({"loss": "dpo"}, "the loss of DPO", "swift/arguments/rlhf_args.py")},
+)
