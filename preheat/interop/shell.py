@@ -53,6 +53,7 @@ _OTHER_TRL = Program(refusal="of TRL's commands, sft and dpo are read; rewards, 
 _MEGATRON_SWIFT = Program(
     refusal="ms-swift's Megatron flags are not read; write the run as swift sft, or its flags for pretrain_gpt.py"
 )
+_OTHER_MEGATRON = Program(refusal="of Megatron-LM's scripts, pretrain_gpt.py is read")
 
 PROGRAMS: Mapping[str, Program] = {
     **dict.fromkeys(("trl sft", "trl/scripts/sft.py"), Program("trl", uses_all=True)),
@@ -65,6 +66,8 @@ PROGRAMS: Mapping[str, Program] = {
     "swift pt": Program("ms-swift-pt"),
     "swift rlhf": Program("ms-swift-rlhf"),
     **{f"megatron {task}": _MEGATRON_SWIFT for task in ("sft", "pt", "rlhf")},
+    "pretrain_gpt.py": Program("megatron"),
+    **dict.fromkeys(("pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py"), _OTHER_MEGATRON),
 }
 """Commands by name: of a program with its subcommand, of a script by the end of its path, of a module behind `-m`."""
 
@@ -144,7 +147,7 @@ def _find_calls(text: str, where: str) -> list[_Call]:
     return calls
 
 
-_PRINTS = ("echo", "printf", "cat", "which", "pip", "exit")
+_PRINTS = ("echo", "printf", "cat", "which", "pip", "exit", "[", "[[", "test", "ls")
 """Programs that may name a command without starting it."""
 
 
@@ -216,11 +219,16 @@ def _parse_flags(words: Sequence[Word]) -> tuple[list[_Flag], list[Word]]:
             flags.append(_Flag(match[1].replace("-", "_"), word.line, values, computed=word.is_computed))
         elif (match := _HYDRA.fullmatch(word.text)) and not (flags and not flags[-1].values):
             flags.append(_Flag(match[1], word.line, [Word(_keep(match[2], word), word.line)]))
-        elif not flags or (word.is_computed and flags[-1].values and word.text.startswith("$")):
+        elif not flags or (word.is_computed and word.text.startswith("$") and (flags[-1].values or _is_array(word))):
             others.append(word)
         else:
             flags[-1].values.append(word)
     return flags, others
+
+
+def _is_array(word: Word) -> bool:
+    """Returns True for an array that is not known, which has flags of its own."""
+    return word.text.endswith(("[@]}", "[*]}"))
 
 
 def _keep(text: str, word: Word) -> str:

@@ -340,10 +340,13 @@ class _Interpreter:
         match = _ASSIGNMENT.match(_start(token))
         if match is None:
             return None
+        appends = bool(match[2])
+        if token.items and token.items[0].parts and _is_expansion(token.items[0].parts, match[1]):
+            token, appends = _Token(token.parts, token.items[1:]), True  # NAME=("${NAME[@]}" more)
         name, fields = self._evaluate(token)
         if self.open:  # whether the script comes here is not known
             fields = [[piece._replace(computed=True) for piece in pieces] for pieces in fields]
-        if match[2]:
+        if appends:
             before = self.variables.get(name, [])
             joins = token.items is None and bool(before)
             fields = [*before[:-1], [*before[-1], *fields[0]]] if joins else [*before, *fields]
@@ -393,8 +396,9 @@ class _Interpreter:
             if self.expanded > LARGEST_FILE:
                 raise RecipeError(f"{self.where}:{part.line}: {name}: expands to more than a megabyte")
             array = bool(match and match[2])
-            splits = not part.quoted
-            pieces = [[piece._replace(splits=splits and not array) for piece in pieces] for pieces in fields]
+            pieces = [[piece._replace(splits=not part.quoted) for piece in pieces] for pieces in fields]
+            if array:  # an unknown array is several words
+                pieces = [[self._unknown(part.text, part.line)] if _is_unknown(p, name) else p for p in pieces]
             if not array:
                 return pieces[0] if pieces else []
             return [piece for pieces_of_item in pieces for piece in (*pieces_of_item, _BREAK)][:-1]
@@ -454,6 +458,17 @@ def _evaluate_arithmetic(node: ast.expr) -> int:
     if not 0 <= value <= 2**53:
         raise ValueError
     return value
+
+
+def _is_unknown(pieces: list[_Piece], name: str) -> bool:
+    """Returns True if the pieces stand for the unknown value of a variable."""
+    return len(pieces) == 1 and pieces[0].computed and pieces[0].text == f"${name}"
+
+
+def _is_expansion(parts: list[_Part], name: str) -> bool:
+    """Returns True if a word is all items of an array."""
+    sources = [part.text for part in parts if part.text]
+    return sources in ([f"${{{name}[@]}}"], [f"${{{name}[*]}}"])
 
 
 def _start(token: _Token) -> str:

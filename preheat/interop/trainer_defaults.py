@@ -12,6 +12,7 @@ __all__ = [
     "LITGPT",
     "LITGPT_PRETRAIN",
     "LLAMA_FACTORY",
+    "MEGATRON",
     "MS_SWIFT",
     "MS_SWIFT_PRETRAIN",
     "MS_SWIFT_RLHF",
@@ -422,4 +423,49 @@ MS_SWIFT_PRETRAIN = replace(
 MS_SWIFT_RLHF = replace(
     MS_SWIFT,
     settings=_SWIFT | {"preference": Default({"loss": "dpo"}, "the loss of DPO", "swift/arguments/rlhf_args.py")},
+)
+
+_MEGATRON_ARGUMENTS = "megatron/training/arguments.py"
+_MEGATRON_OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"
+MEGATRON = TrainerDefaults(
+    version="core 0.20",
+    settings={
+        "optimizer": Default("adamw_torch_fused", "AdamW as one kernel", _MEGATRON_OPTIMIZER),
+        "betas": Default((0.9, 0.999), "Adam's betas are 0.9 and 0.999", _MEGATRON_OPTIMIZER),
+        "eps": Default(1e-8, "", _MEGATRON_OPTIMIZER),
+        "weight_decay": Default(0.01, "a weight decay of 0.01", _MEGATRON_OPTIMIZER),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", _MEGATRON_OPTIMIZER),
+        "schedule": Default("wsd", "the learning rate falls linearly", "megatron/training/config/training_config.py"),
+        "min_lr": Default(0.0, "to 0", _MEGATRON_ARGUMENTS),
+        "seed": Default(1234, "", "megatron/training/config/common_config.py"),
+        "precision": Default("fp32", "neither bf16 nor fp16 is on", "megatron/core/model_parallel_config.py"),
+        "masters": Default(
+            True, "weights in half precision, with fp32 copies in the optimizer", "megatron/core/optimizer/optimizer.py"
+        ),
+        "checkpointing": Default(
+            False, "nothing is computed again but attention", "megatron/core/transformer/transformer_config.py"
+        ),
+        "sharding": Default(
+            None, "optimizer states are on each device", f"{_MEGATRON_ARGUMENTS}, use_distributed_optimizer"
+        ),
+        "loss_parallel": Default(
+            True, "with tensor parallelism, logits are split", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "regather": Default(
+            True,
+            "with sequence parallelism, inputs of blocks are gathered again in the backward pass",
+            "megatron/core/tensor_parallel/layers.py",
+        ),
+        "chunked_loss": Default(
+            True, "the loss is computed in place of the logits", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "fused_norm": Default(True, "norms are one kernel", "megatron/core/extensions/transformer_engine.py"),
+        "fused_gate": Default(True, "so are SwiGLU's gates", f"{_MEGATRON_ARGUMENTS}, bias_swiglu_fusion"),
+        "packing": Default(True, "documents fill sequences of one length", "megatron/core/datasets/gpt_dataset.py"),
+        "train_on": Default("all", "all tokens are trained on", "megatron/core/datasets/gpt_dataset.py"),
+        "workers": Default(2, "", f"{_MEGATRON_ARGUMENTS}, num_workers"),
+    },
+    adapter_dropout=0.0,
+    adapts={},
+    recomputes=(),
 )
