@@ -271,9 +271,9 @@ def _finish_model(settings: Settings, entries: Mapping[str, Entry]) -> list[str]
     missing = [name for name in _REQUIRED if _find(entries, name) is None]
     if missing:
         stated = next((entries[name] for name in missing if name in entries), None)
-        fix = "write its value" if stated else "add them"
+        fix = "write its value in place of a computed one" if stated else "add what is missing"
         blamed = stated or entries.get("command") or next(iter(entries.values()))
-        raise blamed.error(f"nothing can be planned without {', '.join(missing)}, which are not known; {fix}")
+        raise blamed.error(f"nothing can be planned without {', '.join(missing)}; {fix}")
     width, heads = int(str(sizes["hidden_size"])), int(str(sizes["num_attention_heads"]))
     groups = _find(entries, "num_query_groups")
     grouped = _is_on(entries, "group_query_attention") and groups is not None
@@ -389,7 +389,7 @@ def _check_devices(settings: Settings, entries: Mapping[str, Entry]) -> None:
     raise blamed.error(
         f"tensor {settings.tensor_parallel} x pipeline {settings.pipeline_parallel} x context "
         f"{settings.context_parallel} needs a multiple of {settings.model_parallel} devices, not {settings.world}; "
-        f"--count {settings.model_parallel} --nodes N"
+        f"state --count {settings.model_parallel}"
     )
 
 

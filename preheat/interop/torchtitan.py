@@ -117,6 +117,7 @@ _DERIVED: Mapping[tuple[str, str], Mapping[str, object]] = {
 """Model and flavor with the blocks of DeepSeek-V3 -> the sizes that differ."""
 _CHUNKS = 8
 """Chunks of a loss that the file does not state (torchtitan/components/loss.py)."""
+_MODELS = {model for model, _ in (*_CHECKPOINTS, *_SIZES, *_DERIVED)}
 _VARIANTS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_irope", "_non_fused_qkv")
 """Ends of flavors of the same sizes."""
 _DATASETS = {"c4": "allenai/c4", "c4_test": "tests/assets/c4_test", "c4_validation": "allenai/c4"}
@@ -208,7 +209,8 @@ def _read_micro_tokens(settings: Settings, entry: Entry) -> Outcome:
 
 def _read_dtype(settings: Settings, entry: Entry) -> Outcome:
     settings.half_weights = entry.choice(*_DTYPES) == "bfloat16"
-    return Takes(("half_weights",))
+    settings.frozen = "auto" if settings.half_weights else "fp32"
+    return Takes(("half_weights", "frozen"))
 
 
 def _read_precision(settings: Settings, entry: Entry) -> Outcome:
@@ -407,6 +409,13 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     return [*notes, *adapt_to_planner(settings)]
 
 
+def _find_assets(entries: Mapping[str, Entry]) -> str | None:
+    """Returns the checkpoint that `hf_assets_path` holds, by the name of the folder; None if it is not known."""
+    entry = _find(entries, "hf_assets_path")
+    known = {checkpoint.rpartition("/")[2]: checkpoint for checkpoint in _CHECKPOINTS.values()}
+    return None if entry is None else known.get(Path(entry.text()).name)
+
+
 def _finish_model(settings: Settings, entries: Mapping[str, Entry]) -> None:
     """Sets the model from its name and flavor.
 
@@ -417,6 +426,11 @@ def _finish_model(settings: Settings, entries: Mapping[str, Entry]) -> None:
         return
     named = entries.get("model.name") or entries.get("model_spec.name")
     flavored = entries.get("model.flavor") or entries.get("model_spec.flavor")
+    # A copy of the registry in another folder does not say which package it is of; its assets do.
+    known = named is not None and not isinstance(named.value, Computed) and named.value in _MODELS
+    if named is not None and not known and (assets := _find_assets(entries)) is not None:
+        settings.model = assets
+        return
     computed = next(
         (e for e in (entries.get("model_spec"), named, flavored) if e and isinstance(e.value, Computed)), None
     )
@@ -438,9 +452,9 @@ def _finish_model(settings: Settings, entries: Mapping[str, Entry]) -> None:
     settings.architecture |= _DERIVED.get(key, {})
     if settings.model is None:
         flavors = ", ".join(f"{model} {size}" for model, size in (*_CHECKPOINTS, *_SIZES, *_DERIVED) if model == name)
-        known = flavors or ", ".join(sorted({model for model, _ in _CHECKPOINTS}))
+        others = flavors or ", ".join(sorted(_MODELS))
         blamed = flavored or named or next(iter(entries.values()))
-        raise blamed.error(f"sizes of {quote_value(f'{name} {flavor}')} are not known; known: {known}")
+        raise blamed.error(f"sizes of {quote_value(f'{name} {flavor}')} are not known; known: {others}")
 
 
 def _finish_length(settings: Settings, entries: Mapping[str, Entry]) -> None:

@@ -84,9 +84,9 @@ def read_registry(text: str, where: str, name: str | None) -> tuple[dict[str, An
         RecipeError: the text is not Python, or has no such configuration, or several.
 
     Example:
-        >>> source = "def tiny():\\n    return Trainer.Config(training=TrainingConfig(steps=10 * 2))"
-        >>> read_registry(source, "f.py", None)
-        ({'training': {'steps': 20}}, {('training',): 2, ('training', 'steps'): 2})
+        >>> made = "Trainer.Config(model_spec=None, training=TrainingConfig(steps=10 * 2))"
+        >>> read_registry(f"def tiny():\\n    return {made}", "f.py", None)[0]
+        {'model_spec': None, 'training': {'steps': 20}}
     """
     tree = parse_script(text, where)
     try:

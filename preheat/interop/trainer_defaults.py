@@ -347,6 +347,7 @@ TORCHTITAN = TrainerDefaults(
         "random_weights": Default(True, "weights are drawn", f"{_TITAN}, Checkpoint"),
         "precision": Default("bf16", "matmuls in bf16", f"{_TITAN}, mixed_precision_param"),
         "half_weights": Default(False, "weights are in fp32", f"{_TITAN}, dtype"),
+        "frozen": Default("fp32", "so is the frozen base of adapters", f"{_TITAN}, dtype"),
         "checkpointing": Default(True, "selective activation checkpointing", f"{_TITAN}, ActivationCheckpoint"),
         "checkpointed_layers": Default(2, "every second layer keeps its input only", f"{_TITAN}, selective_ac_option"),
         "packing": Default(True, "documents fill sequences of one length", "torchtitan/hf_datasets/text_datasets.py"),

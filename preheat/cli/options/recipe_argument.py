@@ -145,7 +145,10 @@ def _may_be_model(what: str) -> bool:
     """Returns False for the name of a recipe file: a config.json is a model's, every other file a recipe's."""
     from preheat.interop.torchtitan_registry import split_name
 
-    file = Path(split_name(what)[0])
+    name, configuration = split_name(what)  # of a Python file that has several
+    if configuration is not None:
+        return False
+    file = Path(name)
     try:
         if file.is_file():
             return file.name == "config.json"

@@ -192,7 +192,7 @@ def test_a_table_of_yaml_has_the_same_names() -> None:
         ("--perform-rl-step", "f.sh:10: perform_rl_step: True: training on rewards is not planned"),
         (
             "--lr 1 --micro-batch-size $1",
-            "f.sh:10: micro_batch_size: nothing can be planned without micro_batch_size, which",
+            "f.sh:10: micro_batch_size: nothing can be planned without micro_batch_size; write",
         ),
         ("--fp8-recipe other", "f.sh:10: fp8_recipe: must be tensorwise, delayed, mxfp8, blockwise or custom, got"),
     ],

@@ -31,11 +31,12 @@ TEXT="
     --tp 2
 "
 ARGS+=("--plain")
+ARGS=("${ARGS[@]}" "--two words")
 PLAIN+=c
 cat > /dev/null <<END
 {"a": "it's", run --not-this
 END
-show "${ARGS[@]}" $TEXT --w $WORLD "$HALF" --d "$MODEL" --e=$MODEL 'x#$y' "a\"b\$c" \ d $PLAIN \
+show "${ARGS[@]}" ${ARGS[@]} $TEXT --w $WORLD "$HALF" --d "$MODEL" --e=$MODEL 'x#$y' "a\"b\$c" \ d $PLAIN \
     --steps=$(expr 16 / $GPUS) ${GPUS}x "" $UNSET_IS_KEPT_OUT 2>&1 | cat; show second
 """
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from preheat.cli.options.subject import find_subject
 from preheat.errors import RecipeError
 from preheat.interop.reading import ForeignConfig
 from preheat.interop.toml_files import read_toml
@@ -216,6 +217,18 @@ def test_several_configurations_need_a_name() -> None:
         read(f"{REGISTRY}\ndef run():\n    return base()\n", Path("f.py"), where="f.py")
     with pytest.raises(RecipeError, match=r"^f.py: has no function other; its configurations: base$"):
         read_registry(REGISTRY, "other")
+
+
+def test_the_command_line_names_a_configuration_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(REGISTRY.replace("torchtitan.models.qwen3", ".") + "\ndef run():\n    c = base()\n    return c\n")
+    with pytest.raises(RecipeError, match=r"mine.py:12: model_spec.flavor: sizes of '\S+ 0.6B' are not known; known: "):
+        find_subject(f"{file}::run")
+    file.write_text(file.read_text().replace("return c\n", "c.hf_assets_path = './hf/Qwen3-0.6B'\n    return c\n"))
+    subject = find_subject(f"{file}::run")
+    assert (subject.absent, subject.recipe.batch.seq_len) == ("Qwen/Qwen3-0.6B", 128)
+    with pytest.raises(RecipeError, match=r"other.py::run: no such file"):
+        find_subject(f"{tmp_path}/other.py::run")
 
 
 def test_a_registry_that_calls_itself_ends() -> None:
