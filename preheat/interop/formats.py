@@ -11,6 +11,7 @@ from preheat.interop.litgpt import LITGPT, LITGPT_PRETRAIN
 from preheat.interop.llama_factory import LLAMA_FACTORY
 from preheat.interop.ms_swift import MS_SWIFT, MS_SWIFT_PRETRAIN, MS_SWIFT_RLHF
 from preheat.interop.reading import Format
+from preheat.interop.torchtitan import TORCHTITAN
 from preheat.interop.trl import TRL, TRL_DPO
 
 __all__ = ["FORMATS"]
@@ -29,5 +30,6 @@ FORMATS: Mapping[str, Format] = {
         MS_SWIFT,
         MS_SWIFT_PRETRAIN,
         MS_SWIFT_RLHF,
+        TORCHTITAN,
     )
 }

@@ -29,6 +29,8 @@ from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEf
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
 from preheat.interop.shell import PROGRAMS, find_command, is_shell, read_shell
+from preheat.interop.toml_files import read_toml
+from preheat.interop.torchtitan_registry import is_registry, read_registry, split_name
 from preheat.interop.trainer_defaults import Default, TrainerDefaults
 from preheat.recipe import Recipe
 from preheat.recipe.yaml_io import compose, read_text
@@ -128,7 +130,9 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     if name is not None:
         return formats[name]
     values, lines = _parse(text, where)
-    if not isinstance(values, Mapping) or any(_is_section(values.get(key)) for key in _RECIPE_ONLY):
+    where, _ = split_name(where)
+    is_yaml = not where.endswith((".py", ".toml"))  # as a recipe is
+    if not isinstance(values, Mapping) or (is_yaml and any(_is_section(values.get(key)) for key in _RECIPE_ONLY)):
         return None
     candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
     candidates = [pair for pair in candidates if not pair[0].general] or candidates
@@ -140,9 +144,11 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
         )
     if not candidates and where.endswith(".py"):
         raise RecipeError(
-            f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, which preheat reads from a script "
-            "without running it"
+            f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, nor torchtitan's Trainer.Config; "
+            "preheat reads these from a script without running it"
         )
+    if not candidates and where.endswith(".toml"):
+        raise RecipeError(f"{where}: has no section of another trainer's TOML, such as torchtitan's training and model")
     if not candidates:
         _refuse_companion(values, lines, where)
     return candidates[0][0] if candidates else None
@@ -162,8 +168,13 @@ def _find_shell_format(text: str, where: str, formats: Mapping[str, Format], nam
 
 
 def _parse(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Returns the values of a YAML or JSON file, or of the calls of a script, with the line of each key."""
-    return read_script(text, where) if where.endswith(".py") else compose(text, where)
+    """Returns the values of a YAML, JSON or TOML file, or of the calls of a script, with the line of each key."""
+    where, name = split_name(where)
+    if where.endswith(".toml"):
+        return read_toml(text, where)
+    if not where.endswith(".py"):
+        return compose(text, where)
+    return read_registry(text, where, name) if is_registry(text, where) else read_script(text, where)
 
 
 def _is_section(value: object) -> bool:
@@ -224,6 +235,7 @@ def read_config(
         format = replace(format, table={**format.table, **run.table})
     else:
         values, lines = _parse(text, where)
+        where, _ = split_name(where)
         if not isinstance(values, Mapping):
             raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
         entries = list(iterate_entries(values, lines, where))

@@ -16,6 +16,8 @@ __all__ = [
     "MS_SWIFT_PRETRAIN",
     "MS_SWIFT_RLHF",
     "PEFT",
+    "TORCHTITAN",
+    "TORCHTITAN_REGISTRY",
     "TRANSFORMERS",
     "TRL_ARGUMENTS",
     "TRL_DPO",
@@ -376,3 +378,49 @@ MS_SWIFT_RLHF = replace(
     MS_SWIFT,
     settings=_SWIFT | {"preference": Default({"loss": "dpo"}, "the loss of DPO", "swift/arguments/rlhf_args.py")},
 )
+
+
+_TITAN = "torchtitan/config/job_config.py"
+_TITAN_SELECTIVE = "torchtitan/distributed/activation_checkpoint.py"
+TORCHTITAN = TrainerDefaults(
+    version="0.3 (TOML: 0.2)",
+    settings={
+        "optimizer": Default("adamw_torch_fused", "fused AdamW", f"{_TITAN}, Optimizer"),
+        "learning_rate": Default(8e-4, "a learning rate of 8e-4", f"{_TITAN}, Optimizer"),
+        "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", f"{_TITAN}, Optimizer"),
+        "eps": Default(1e-8, "", f"{_TITAN}, Optimizer"),
+        "weight_decay": Default(0.1, "a weight decay of 0.1", f"{_TITAN}, Optimizer"),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", f"{_TITAN}, Training"),
+        "schedule": Default("wsd", "the learning rate falls linearly", f"{_TITAN}, LRScheduler"),
+        "warmup_steps": Default(200, "200 steps of warmup", f"{_TITAN}, LRScheduler"),
+        "max_steps": Default(10_000, "10,000 steps", f"{_TITAN}, Training"),
+        "micro_batch": Default(8, "8 sequences a micro-batch", f"{_TITAN}, Training"),
+        "length": Default(2048, "2,048 tokens a sequence", f"{_TITAN}, Training"),
+        "random_weights": Default(True, "weights are drawn", f"{_TITAN}, Checkpoint"),
+        "precision": Default("bf16", "matmuls in bf16", f"{_TITAN}, mixed_precision_param"),
+        "half_weights": Default(False, "weights are in fp32", f"{_TITAN}, dtype"),
+        "checkpointing": Default(True, "selective activation checkpointing", f"{_TITAN}, ActivationCheckpoint"),
+        "checkpointed_layers": Default(2, "every second layer keeps its input only", f"{_TITAN}, selective_ac_option"),
+        "packing": Default(True, "documents fill sequences of one length", "torchtitan/hf_datasets/text_datasets.py"),
+        "sharding": Default("full", "FSDP across all devices", f"{_TITAN}, data_parallel_shard_degree"),
+        "sequence_parallel": Default(
+            True, "with tensor parallelism, activations are split too", "torchtitan/models/llama3/infra/parallelize.py"
+        ),
+        "loss_parallel": Default(
+            True, "with tensor parallelism, so are the logits", f"{_TITAN}, disable_loss_parallel"
+        ),
+        "fused_norm": Default(True, "norms are one operator", "torch.nn.RMSNorm"),
+        "lora_rank": Default(8, "adapters of rank 8", "torchtitan/components/lora.py"),
+        "lora_alpha": Default(16.0, "adapters' alpha of 16", "torchtitan/components/lora.py"),
+    },
+    adapter_dropout=0.0,
+    adapts={"lora": "all"},
+    recomputes=("pretrain",),
+)
+TORCHTITAN_REGISTRY: Mapping[str, Default] = {
+    "checkpointing_mode": Default("selective", "attention and every second matmul are kept", _TITAN_SELECTIVE),
+    "kept_products": Default(2, "", _TITAN_SELECTIVE),
+    "checkpointed_layers": Default(1, "", _TITAN_SELECTIVE),
+    "fp8_recipe": Default("rowwise", "in fp8, one scale per row", "torchtitan/components/quantization/float8.py"),
+}
+"""Those that differ in the registry of 0.3 (torchtitan/config/configs.py)."""
