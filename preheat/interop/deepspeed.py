@@ -56,7 +56,7 @@ def keep_masters(settings: Settings, entries: Iterable[Entry]) -> list[str]:
     on = any(not entry.is_off and set(entry.path) & set(sections) for entry in entries)
     if not on or not settings.half_weights or settings.adapter is not None or settings.precision == "fp32":
         return []
-    settings.half_weights = False
+    settings.masters = True
     return ["DeepSpeed keeps fp32 copies of the trained weights"]
 
 

@@ -10,6 +10,7 @@ from preheat.interop.hf_trainer import HF_TRAINER
 from preheat.interop.litgpt import LITGPT, LITGPT_PRETRAIN
 from preheat.interop.llama_factory import LLAMA_FACTORY
 from preheat.interop.megatron import MEGATRON
+from preheat.interop.megatron_bridge import MEGATRON_BRIDGE
 from preheat.interop.ms_swift import MS_SWIFT, MS_SWIFT_PRETRAIN, MS_SWIFT_RLHF
 from preheat.interop.reading import Format
 from preheat.interop.torchtitan import TORCHTITAN
@@ -33,5 +34,7 @@ FORMATS: Mapping[str, Format] = {
         MS_SWIFT,
         MS_SWIFT_PRETRAIN,
         MS_SWIFT_RLHF,
+        TORCHTITAN,
+        MEGATRON_BRIDGE,
     )
 }

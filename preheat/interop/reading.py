@@ -67,7 +67,8 @@ class Format:
         table: dotted key -> handler; an item of a list is a `*`, and a `*` at the end stands for any key.
         without: a file with one of these keys is not of the format.
         general: other trainers' files have its keys too: it is meant only if no other format is.
-        variants: top-level key of the file -> defaults that hold in its presence.
+        names_model: the key of the model, in the error without it; empty: one of `requires`.
+        variants: key of the file, top-level or dotted -> defaults that hold in its presence.
         renamed: old key -> the key that replaced it, which handles it.
         removed: key of an earlier version -> what to write instead.
         finish: applies the trainer's own rules once all keys are read; takes the keys by name, to blame.
@@ -81,6 +82,7 @@ class Format:
     table: Mapping[str, Handler]
     without: frozenset[str] = frozenset()
     general: bool = False
+    names_model: str = ""
     variants: Mapping[str, Mapping[str, Default]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     removed: Mapping[str, str] = field(default_factory=dict)
@@ -239,7 +241,7 @@ def read_config(
         if not isinstance(values, Mapping):
             raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
         entries = list(iterate_entries(values, lines, where))
-    defaults = format.choose_defaults({entry.path[0]: entry.value for entry in entries})
+    defaults = format.choose_defaults(dict.fromkeys(name for entry in entries for name in (entry.path[0], entry.name)))
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
     settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
@@ -250,7 +252,7 @@ def read_config(
     assumptions += _describe_assumptions(settings)
     named = settings.model is not None or settings.family is not None
     if not named and not any(item.startswith(_MODEL) for item in overrides):
-        missing = " or ".join(sorted(format.requires)) or "model_name_or_path"
+        missing = format.names_model or " or ".join(sorted(format.requires)) or "model_name_or_path"
         raise RecipeError(f"{where}: {missing}: names no model; add it, or --set model.path=PATH")
     if settings.adapter and not settings.quantized and _FOUR_BIT.search(settings.model or ""):
         settings.quantized = True

@@ -13,6 +13,9 @@ __all__ = [
     "LITGPT_PRETRAIN",
     "LLAMA_FACTORY",
     "MEGATRON",
+    "MEGATRON_BRIDGE",
+    "MEGATRON_BRIDGE_PEFT",
+    "MEGATRON_BRIDGE_SFT",
     "MS_SWIFT",
     "MS_SWIFT_PRETRAIN",
     "MS_SWIFT_RLHF",
@@ -327,52 +330,6 @@ AUTOMODEL = TrainerDefaults(
     adapts={"lora": "proj", "qlora": "proj"},
     recomputes=(),
 )
-
-_TITAN = "torchtitan/config/job_config.py"
-_TITAN_SELECTIVE = "torchtitan/distributed/activation_checkpoint.py"
-TORCHTITAN = TrainerDefaults(
-    version="0.3 (TOML: 0.2)",
-    settings={
-        "optimizer": Default("adamw_torch_fused", "fused AdamW", f"{_TITAN}, Optimizer"),
-        "learning_rate": Default(8e-4, "a learning rate of 8e-4", f"{_TITAN}, Optimizer"),
-        "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", f"{_TITAN}, Optimizer"),
-        "eps": Default(1e-8, "", f"{_TITAN}, Optimizer"),
-        "weight_decay": Default(0.1, "a weight decay of 0.1", f"{_TITAN}, Optimizer"),
-        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", f"{_TITAN}, Training"),
-        "schedule": Default("wsd", "the learning rate falls linearly", f"{_TITAN}, LRScheduler"),
-        "warmup_steps": Default(200, "200 steps of warmup", f"{_TITAN}, LRScheduler"),
-        "max_steps": Default(10_000, "10,000 steps", f"{_TITAN}, Training"),
-        "micro_batch": Default(8, "8 sequences a micro-batch", f"{_TITAN}, Training"),
-        "length": Default(2048, "2,048 tokens a sequence", f"{_TITAN}, Training"),
-        "random_weights": Default(True, "weights are drawn", f"{_TITAN}, Checkpoint"),
-        "precision": Default("bf16", "matmuls in bf16", f"{_TITAN}, mixed_precision_param"),
-        "half_weights": Default(False, "weights are in fp32", f"{_TITAN}, dtype"),
-        "frozen": Default("fp32", "so is the frozen base of adapters", f"{_TITAN}, dtype"),
-        "checkpointing": Default(True, "selective activation checkpointing", f"{_TITAN}, ActivationCheckpoint"),
-        "checkpointed_layers": Default(2, "every second layer keeps its input only", f"{_TITAN}, selective_ac_option"),
-        "packing": Default(True, "documents fill sequences of one length", "torchtitan/hf_datasets/text_datasets.py"),
-        "sharding": Default("full", "FSDP across all devices", f"{_TITAN}, data_parallel_shard_degree"),
-        "sequence_parallel": Default(
-            True, "with tensor parallelism, activations are split too", "torchtitan/models/llama3/infra/parallelize.py"
-        ),
-        "loss_parallel": Default(
-            True, "with tensor parallelism, so are the logits", f"{_TITAN}, disable_loss_parallel"
-        ),
-        "fused_norm": Default(True, "norms are one operator", "torch.nn.RMSNorm"),
-        "lora_rank": Default(8, "adapters of rank 8", "torchtitan/components/lora.py"),
-        "lora_alpha": Default(16.0, "adapters' alpha of 16", "torchtitan/components/lora.py"),
-    },
-    adapter_dropout=0.0,
-    adapts={"lora": "all"},
-    recomputes=("pretrain",),
-)
-TORCHTITAN_REGISTRY: Mapping[str, Default] = {
-    "checkpointing_mode": Default("selective", "attention and every second matmul are kept", _TITAN_SELECTIVE),
-    "kept_products": Default(2, "", _TITAN_SELECTIVE),
-    "checkpointed_layers": Default(1, "", _TITAN_SELECTIVE),
-    "fp8_recipe": Default("rowwise", "in fp8, one scale per row", "torchtitan/components/quantization/float8.py"),
-}
-"""Those that differ in the registry of 0.3 (torchtitan/config/configs.py)."""
 _SWIFT_ARGUMENTS, _SWIFT_TUNER = "swift/trainers/arguments.py", "swift/arguments/tuner_args.py"
 _SWIFT: dict[str, Default] = {
     **_TRAINER,
@@ -426,6 +383,119 @@ MS_SWIFT_RLHF = replace(
     settings=_SWIFT | {"preference": Default({"loss": "dpo"}, "the loss of DPO", "swift/arguments/rlhf_args.py")},
 )
 
+
+_TITAN = "torchtitan/config/job_config.py"
+_TITAN_SELECTIVE = "torchtitan/distributed/activation_checkpoint.py"
+TORCHTITAN = TrainerDefaults(
+    version="0.3 (TOML: 0.2)",
+    settings={
+        "optimizer": Default("adamw_torch_fused", "fused AdamW", f"{_TITAN}, Optimizer"),
+        "learning_rate": Default(8e-4, "a learning rate of 8e-4", f"{_TITAN}, Optimizer"),
+        "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", f"{_TITAN}, Optimizer"),
+        "eps": Default(1e-8, "", f"{_TITAN}, Optimizer"),
+        "weight_decay": Default(0.1, "a weight decay of 0.1", f"{_TITAN}, Optimizer"),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", f"{_TITAN}, Training"),
+        "schedule": Default("wsd", "the learning rate falls linearly", f"{_TITAN}, LRScheduler"),
+        "warmup_steps": Default(200, "200 steps of warmup", f"{_TITAN}, LRScheduler"),
+        "max_steps": Default(10_000, "10,000 steps", f"{_TITAN}, Training"),
+        "micro_batch": Default(8, "8 sequences a micro-batch", f"{_TITAN}, Training"),
+        "length": Default(2048, "2,048 tokens a sequence", f"{_TITAN}, Training"),
+        "random_weights": Default(True, "weights are drawn", f"{_TITAN}, Checkpoint"),
+        "precision": Default("bf16", "matmuls in bf16", f"{_TITAN}, mixed_precision_param"),
+        "half_weights": Default(False, "weights are in fp32", f"{_TITAN}, dtype"),
+        "frozen": Default("fp32", "so is the frozen base of adapters", f"{_TITAN}, dtype"),
+        "checkpointing": Default(True, "selective activation checkpointing", f"{_TITAN}, ActivationCheckpoint"),
+        "checkpointed_layers": Default(2, "every second layer keeps its input only", f"{_TITAN}, selective_ac_option"),
+        "packing": Default(True, "documents fill sequences of one length", "torchtitan/hf_datasets/text_datasets.py"),
+        "sharding": Default("full", "FSDP across all devices", f"{_TITAN}, data_parallel_shard_degree"),
+        "sequence_parallel": Default(
+            True, "with tensor parallelism, activations are split too", "torchtitan/models/llama3/infra/parallelize.py"
+        ),
+        "loss_parallel": Default(
+            True, "with tensor parallelism, so are the logits", f"{_TITAN}, disable_loss_parallel"
+        ),
+        "fused_norm": Default(True, "norms are one operator", "torch.nn.RMSNorm"),
+        "lora_rank": Default(8, "adapters of rank 8", "torchtitan/components/lora.py"),
+        "lora_alpha": Default(16.0, "adapters' alpha of 16", "torchtitan/components/lora.py"),
+    },
+    adapter_dropout=0.0,
+    adapts={"lora": "all"},
+    recomputes=("pretrain",),
+)
+TORCHTITAN_REGISTRY: Mapping[str, Default] = {
+    "checkpointing_mode": Default("selective", "attention and every second matmul are kept", _TITAN_SELECTIVE),
+    "kept_products": Default(2, "", _TITAN_SELECTIVE),
+    "checkpointed_layers": Default(1, "", _TITAN_SELECTIVE),
+    "fp8_recipe": Default("rowwise", "in fp8, one scale per row", "torchtitan/components/quantization/float8.py"),
+}
+"""Those that differ in the registry of 0.3 (torchtitan/config/configs.py)."""
+
+_BRIDGE, _BRIDGE_OPTIMIZER = "megatron/bridge/recipes/common.py", "megatron/bridge/recipes/utils/optimizer_utils.py"
+MEGATRON_BRIDGE = TrainerDefaults(
+    version="0.3.1",
+    settings={
+        "optimizer": Default("adamw_torch_fused", "AdamW as one kernel", _BRIDGE_OPTIMIZER),
+        "learning_rate": Default(3e-4, "a learning rate of 3e-4", f"{_BRIDGE}, _pretrain_common"),
+        "min_lr": Default(3e-5, "that falls to 3e-5", f"{_BRIDGE}, _pretrain_common"),
+        "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", _BRIDGE_OPTIMIZER),
+        "eps": Default(1e-8, "", _BRIDGE_OPTIMIZER),
+        "weight_decay": Default(0.1, "a weight decay of 0.1", _BRIDGE_OPTIMIZER),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", _BRIDGE_OPTIMIZER),
+        "schedule": Default("cosine", "the learning rate falls as a cosine", _BRIDGE_OPTIMIZER),
+        "warmup_steps": Default(500, "500 steps of warmup", f"{_BRIDGE}, _pretrain_common"),
+        "max_steps": Default(300_000, "300,000 steps", f"{_BRIDGE}, _pretrain_common"),
+        "global_batch": Default(32, "32 sequences a step", f"{_BRIDGE}, _pretrain_common"),
+        "micro_batch": Default(2, "two sequences a micro-batch", f"{_BRIDGE}, _pretrain_common"),
+        "length": Default(4096, "4,096 tokens a sequence", f"{_BRIDGE}, _pretrain_common"),
+        "seed": Default(1234, "", f"{_BRIDGE}, _pretrain_common"),
+        "save_steps": Default(500, "", f"{_BRIDGE}, _pretrain_common"),
+        "workers": Default(8, "", "megatron/bridge/training/config.py, DataloaderConfig"),
+        "precision": Default("bf16", "matmuls in bf16", f"{_BRIDGE}, mixed_precision"),
+        "masters": Default(True, "weights in bf16, with fp32 copies in the optimizer", f"{_BRIDGE}, mixed_precision"),
+        "checkpointing": Default(
+            False, "nothing is computed again but attention", "megatron/core/transformer/transformer_config.py"
+        ),
+        "sharding": Default("optimizer", "optimizer states are shared out", f"{_BRIDGE}, use_distributed_optimizer"),
+        "loss_parallel": Default(
+            True, "with tensor parallelism, logits are split", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "chunked_loss": Default(
+            True, "the loss is computed in place of the logits", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "fused_norm": Default(True, "norms are one kernel", "megatron/core/extensions/transformer_engine.py"),
+        "fused_gate": Default(True, "so are SwiGLU's gates", "megatron/core/fusions/fused_bias_swiglu.py"),
+        "packing": Default(True, "documents fill sequences of one length", "megatron/core/datasets/gpt_dataset.py"),
+        "train_on": Default("all", "all tokens are trained on", "megatron/core/datasets/gpt_dataset.py"),
+        "validation": Default(0.0, "nothing is held out of the rows", "megatron/bridge/training/config.py"),
+    },
+    adapter_dropout=0.0,
+    adapts={"lora": "all"},
+    recomputes=(),
+)
+MEGATRON_BRIDGE_SFT: dict[str, Default] = {
+    "learning_rate": Default(5e-6, "a learning rate of 5e-6", f"{_BRIDGE}, _sft_common"),
+    "min_lr": Default(0.0, "that falls to 0", f"{_BRIDGE}, _sft_common"),
+    "betas": Default((0.9, 0.98), "Adam's betas are 0.9 and 0.98", f"{_BRIDGE}, _sft_common"),
+    "warmup_steps": Default(50, "50 steps of warmup", f"{_BRIDGE}, _sft_common"),
+    "max_steps": Default(1000, "1,000 steps", f"{_BRIDGE}, _sft_common"),
+    "global_batch": Default(128, "128 sequences a step", f"{_BRIDGE}, _sft_common"),
+    "micro_batch": Default(1, "one sequence a micro-batch", f"{_BRIDGE}, _sft_common"),
+    "length": Default(2048, "2,048 tokens a sequence", f"{_BRIDGE}, _sft_common"),
+    "save_steps": Default(100, "", f"{_BRIDGE}, _sft_common"),
+    "seed": Default(5678, "", f"{_BRIDGE}, _sft_common"),
+    "packing": Default(True, "rows are packed", f"{_BRIDGE}, default_squad_config"),
+    "train_on": Default(
+        "assistant", "answers are trained on", "megatron/bridge/data/datasets/sft.py, answer_only_loss"
+    ),
+}
+"""Those of its functions for fine-tuning."""
+MEGATRON_BRIDGE_PEFT: dict[str, Default] = {
+    "learning_rate": Default(1e-4, "a learning rate of 1e-4", f"{_BRIDGE}, _peft_common"),
+    "lora_rank": Default(32, "adapters of rank 32", "megatron/bridge/peft/lora.py"),
+    "lora_alpha": Default(32.0, "adapters' alpha of 32", "megatron/bridge/peft/lora.py"),
+    "lora_targets": Default("all-linear", "all linear layers have adapters", "megatron/bridge/peft/lora.py"),
+}
+"""And for adapters."""
 _MEGATRON_ARGUMENTS = "megatron/training/arguments.py"
 _MEGATRON_OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"
 MEGATRON = TrainerDefaults(

@@ -83,7 +83,7 @@ def test_deepspeed_keeps_masters_of_weights_in_half_precision() -> None:
     full = SMALL + "tuner_type: full\nENV: {NPROC_PER_NODE: 4}\n"
     mode = "techniques.mixed_precision.mode"
     assert look_up(read(full), mode) == "bf16_pure"
-    assert look_up(read(full + "deepspeed: zero3\n"), mode) == "bf16"
+    assert look_up(read(full + "deepspeed: zero3\n"), mode) == "bf16_master"
     assert look_up(read(SMALL + "deepspeed: zero3\n", devices=4), mode) == "bf16"  # LoRA: the base is as it was
 
 
