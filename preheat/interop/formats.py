@@ -34,7 +34,6 @@ FORMATS: Mapping[str, Format] = {
         MS_SWIFT,
         MS_SWIFT_PRETRAIN,
         MS_SWIFT_RLHF,
-        TORCHTITAN,
         MEGATRON_BRIDGE,
     )
 }
