@@ -397,6 +397,8 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
         notes += _finish_pipeline(settings, entries)
     if settings.tensor_parallel > 1 and not settings.chunked_loss:
         settings.loss_rows = settings.micro_batch * settings.length
+        if settings.loss_parallel:  # torch/distributed/tensor/parallel/loss.py: four copies in fp32, ours 6 bytes
+            notes.append("torch's loss over a split vocabulary keeps 10 bytes a logit more than the planned one")
     if settings.tensor_parallel > 1 or settings.pipeline_parallel > 1:
         settings.chunked_loss = False  # the loss over a split vocabulary has chunks of its own, as that of a pipeline
     key = "training.global_batch_size"
@@ -472,12 +474,9 @@ def _finish_length(settings: Settings, entries: Mapping[str, Entry]) -> None:
 
 
 def _finish_compiler(settings: Settings, entries: Mapping[str, Entry]) -> None:
+    # Of the parts that are compiled, the layers count: a compiled loss keeps logits in fp32 all the same.
     components = _find(entries, "compile.components")
-    parts = ["model", "loss"] if components is None else components.texts()
-    if settings.compiled and "loss" in parts and not settings.chunked_loss:
-        # The compiler keeps logits and their gradients in half precision, as a chunked loss of one chunk does.
-        settings.chunked_loss, settings.loss_rows = True, settings.micro_batch * settings.length
-    settings.compiled = settings.compiled and "model" in parts
+    settings.compiled = settings.compiled and (components is None or "model" in components.texts())
     chunks = _find(entries, "loss.num_chunks")
     if settings.chunked_loss and "loss.class" in entries:
         settings.loss_rows = max(settings.micro_batch * settings.length // (chunks.whole() if chunks else _CHUNKS), 1)
