@@ -7,13 +7,13 @@ transformers fills in `auto` from the trainer's own arguments, and refuses value
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, take
 from preheat.interop.settings import Settings
 
-__all__ = ["DEEPSPEED", "find_file", "read_deepspeed", "read_device", "read_stage"]
+__all__ = ["DEEPSPEED", "find_file", "keep_masters", "read_deepspeed", "read_device", "read_stage"]
 
 _STAGES = (None, "optimizer", "gradients", "full")
 """What each stage of ZeRO shards, as in `Settings.sharding`: what it adds to the stage before."""
@@ -45,6 +45,19 @@ def read_deepspeed(settings: Settings, entry: Entry) -> Outcome:
     settings.sharding = _STAGES[int(match[1])]
     settings.offload = "offload" in name
     return Takes(("sharding", "offload"), f"the file is not here: stage {match[1]} by its name")
+
+
+def keep_masters(settings: Settings, entries: Iterable[Entry]) -> list[str]:
+    """Gives trained weights in half precision their fp32 copies if DeepSpeed trains them; returns what is assumed.
+
+    Its optimizers have them at every stage, whatever precision the trainer loads weights in.
+    """
+    sections = ("deepspeed", "deepspeed_config")
+    on = any(not entry.is_off and set(entry.path) & set(sections) for entry in entries)
+    if not on or not settings.half_weights or settings.adapter is not None or settings.precision == "fp32":
+        return []
+    settings.masters = True
+    return ["DeepSpeed keeps fp32 copies of the trained weights"]
 
 
 def read_stage(settings: Settings, entry: Entry) -> Outcome:

@@ -9,12 +9,31 @@ from preheat.interop.axolotl import AXOLOTL
 from preheat.interop.hf_trainer import HF_TRAINER
 from preheat.interop.litgpt import LITGPT, LITGPT_PRETRAIN
 from preheat.interop.llama_factory import LLAMA_FACTORY
+from preheat.interop.megatron import MEGATRON
+from preheat.interop.megatron_bridge import MEGATRON_BRIDGE
+from preheat.interop.ms_swift import MS_SWIFT, MS_SWIFT_PRETRAIN, MS_SWIFT_RLHF
 from preheat.interop.reading import Format
+from preheat.interop.torchtitan import TORCHTITAN
 from preheat.interop.trl import TRL, TRL_DPO
 
 __all__ = ["FORMATS"]
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
-    for format in (AXOLOTL, LLAMA_FACTORY, TRL, TRL_DPO, HF_TRAINER, AUTOMODEL, LITGPT, LITGPT_PRETRAIN)
+    for format in (
+        AXOLOTL,
+        LLAMA_FACTORY,
+        TRL,
+        TRL_DPO,
+        HF_TRAINER,
+        AUTOMODEL,
+        LITGPT,
+        LITGPT_PRETRAIN,
+        TORCHTITAN,
+        MEGATRON,
+        MS_SWIFT,
+        MS_SWIFT_PRETRAIN,
+        MS_SWIFT_RLHF,
+        MEGATRON_BRIDGE,
+    )
 }

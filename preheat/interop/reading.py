@@ -24,10 +24,13 @@ from preheat.core.config_reading import (
     KeyWithoutEffect,
 )
 from preheat.errors import RecipeError
-from preheat.interop.deepspeed import find_file
+from preheat.interop.deepspeed import find_file, keep_masters
 from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
+from preheat.interop.shell import PROGRAMS, find_command, is_shell, read_shell
+from preheat.interop.toml_files import read_toml
+from preheat.interop.torchtitan_registry import is_registry, read_registry, split_name
 from preheat.interop.trainer_defaults import Default, TrainerDefaults
 from preheat.recipe import Recipe
 from preheat.recipe.yaml_io import compose, read_text
@@ -64,7 +67,8 @@ class Format:
         table: dotted key -> handler; an item of a list is a `*`, and a `*` at the end stands for any key.
         without: a file with one of these keys is not of the format.
         general: other trainers' files have its keys too: it is meant only if no other format is.
-        variants: top-level key of the file -> defaults that hold in its presence.
+        names_model: the key of the model, in the error without it; empty: one of `requires`.
+        variants: key of the file, top-level or dotted -> defaults that hold in its presence.
         renamed: old key -> the key that replaced it, which handles it.
         removed: key of an earlier version -> what to write instead.
         finish: applies the trainer's own rules once all keys are read; takes the keys by name, to blame.
@@ -78,6 +82,7 @@ class Format:
     table: Mapping[str, Handler]
     without: frozenset[str] = frozenset()
     general: bool = False
+    names_model: str = ""
     variants: Mapping[str, Mapping[str, Default]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     removed: Mapping[str, str] = field(default_factory=dict)
@@ -122,10 +127,14 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     Raises:
         RecipeError: the file has keys of two formats, or is not YAML.
     """
+    if is_shell(where):
+        return _find_shell_format(text, where, formats, name)
     if name is not None:
         return formats[name]
     values, lines = _parse(text, where)
-    if not isinstance(values, Mapping) or any(_is_section(values.get(key)) for key in _RECIPE_ONLY):
+    where, _ = split_name(where)
+    is_yaml = not where.endswith((".py", ".toml"))  # as a recipe is
+    if not isinstance(values, Mapping) or (is_yaml and any(_is_section(values.get(key)) for key in _RECIPE_ONLY)):
         return None
     candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
     candidates = [pair for pair in candidates if not pair[0].general] or candidates
@@ -137,17 +146,37 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
         )
     if not candidates and where.endswith(".py"):
         raise RecipeError(
-            f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, which preheat reads from a script "
-            "without running it"
+            f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, nor torchtitan's Trainer.Config; "
+            "preheat reads these from a script without running it"
         )
+    if not candidates and where.endswith(".toml"):
+        raise RecipeError(f"{where}: has no section of another trainer's TOML, such as torchtitan's training and model")
     if not candidates:
         _refuse_companion(values, lines, where)
     return candidates[0][0] if candidates else None
 
 
+def _find_shell_format(text: str, where: str, formats: Mapping[str, Format], name: str | None) -> Format:
+    """Returns the format of the flags of a shell script's command.
+
+    Raises:
+        RecipeError: the user states the format of another trainer.
+    """
+    command, line = find_command(text, where)
+    format = formats[PROGRAMS[command].format]
+    if name is not None and formats[name].title != format.title:
+        raise RecipeError(f"{where}:{line}: {command}: is a command of {format.title}; leave --from {name} out")
+    return format if name is None else formats[name]
+
+
 def _parse(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Returns the values of a YAML or JSON file, or of the calls of a script, with the line of each key."""
-    return read_script(text, where) if where.endswith(".py") else compose(text, where)
+    """Returns the values of a YAML, JSON or TOML file, or of the calls of a script, with the line of each key."""
+    where, name = split_name(where)
+    if where.endswith(".toml"):
+        return read_toml(text, where)
+    if not where.endswith(".py"):
+        return compose(text, where)
+    return read_registry(text, where, name) if is_registry(text, where) else read_script(text, where)
 
 
 def _is_section(value: object) -> bool:
@@ -202,21 +231,28 @@ def read_config(
             file, line and key.
     """
     where = where or str(file)
-    values, lines = _parse(text, where)
-    if not isinstance(values, Mapping):
-        raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
-    defaults = format.choose_defaults(values)
+    if is_shell(where):
+        run = read_shell(text, where, file.parent)
+        entries, accelerate = list(run.entries), accelerate or run.accelerate
+        format = replace(format, table={**format.table, **run.table})
+    else:
+        values, lines = _parse(text, where)
+        where, _ = split_name(where)
+        if not isinstance(values, Mapping):
+            raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
+        entries = list(iterate_entries(values, lines, where))
+    defaults = format.choose_defaults(dict.fromkeys(name for entry in entries for name in (entry.path[0], entry.name)))
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
     settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
-    entries = list(iterate_entries(values, lines, where))
     entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
     outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
-    assumptions = [*format.finish(settings, by_name), *_describe_assumptions(settings)]
+    assumptions = [*format.finish(settings, by_name), *keep_masters(settings, entries)]
+    assumptions += _describe_assumptions(settings)
     named = settings.model is not None or settings.family is not None
     if not named and not any(item.startswith(_MODEL) for item in overrides):
-        missing = " or ".join(sorted(format.requires)) or "model_name_or_path"
+        missing = format.names_model or " or ".join(sorted(format.requires)) or "model_name_or_path"
         raise RecipeError(f"{where}: {missing}: names no model; add it, or --set model.path=PATH")
     if settings.adapter and not settings.quantized and _FOUR_BIT.search(settings.model or ""):
         settings.quantized = True
@@ -277,7 +313,7 @@ def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffec
     if isinstance(entry.value, Reference):
         return NoEffect(f"the call of {entry.value} is read")
     if isinstance(entry.value, Computed) and not isinstance(handler, Ignore):
-        return Assumed("the script computes it, and is not run; the trainer's default is taken")
+        return Assumed("not known without running the script; the trainer's default is taken")
     if handler:
         outcome = handler(settings, entry)
         if renamed and isinstance(outcome, Takes):

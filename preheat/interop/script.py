@@ -16,7 +16,7 @@ from preheat.errors import RecipeError
 from preheat.interop.keys import Computed, Reference
 from preheat.sanitize import shorten
 
-__all__ = ["ARGUMENT_CALLS", "read_script"]
+__all__ = ["ARGUMENT_CALLS", "is_plain", "name_call", "parse_script", "read_script"]
 
 ARGUMENT_CALLS = ("TrainingArguments", "SFTConfig", "DPOConfig")
 """Classes of which preheat reads the arguments of a run."""
@@ -67,12 +67,12 @@ def read_script(text: str, where: str) -> tuple[dict[str, Any], dict[tuple[str, 
         >>> read_script("rate = 1e-5\\nargs = SFTConfig('out', learning_rate=rate, seed=int(1))", "f.py")[0]
         {'SFTConfig': {'output_dir': 'out', 'learning_rate': 1e-05, 'seed': 'int(1)'}}
     """
-    tree = _parse(text, where)
+    tree = parse_script(text, where)
     names = _find_constants(tree)
     values: dict[str, Any] = {}
     lines: dict[tuple[str, ...], int] = {}
     for call in _list_calls(tree):
-        if (name := _name_call(call)) not in _CALLS:
+        if (name := name_call(call)) not in _CALLS:
             continue
         path: tuple[str, ...] = (name,)
         if name in _SEVERAL:
@@ -93,7 +93,12 @@ def read_script(text: str, where: str) -> tuple[dict[str, Any], dict[tuple[str, 
     return values, lines
 
 
-def _parse(text: str, where: str) -> ast.Module:
+def parse_script(text: str, where: str) -> ast.Module:
+    """Returns the syntax tree of a script.
+
+    Raises:
+        RecipeError: the text is not Python.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in the script's own texts
@@ -110,7 +115,7 @@ def _list_calls(tree: ast.Module) -> list[ast.Call]:
     return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
 
 
-def _name_call(call: ast.Call) -> str:
+def name_call(call: ast.Call) -> str:
     """Returns the name of the function or class, with its class if it is a constructor of one: `A.from_pretrained`."""
     function = call.func
     if isinstance(function, ast.Name):
@@ -165,7 +170,7 @@ def _find_constants(tree: ast.Module) -> dict[str, ast.expr]:
 def _read_value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Any:
     """Returns the value of an expression, or its source if it must be computed."""
     if isinstance(node, ast.Constant):
-        return node.value if _is_plain(node.value) else Computed(_show(node))
+        return node.value if is_plain(node.value) else Computed(_show(node))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _read_value(node.operand, names, depth)
         return -inner if isinstance(inner, int | float) and not isinstance(inner, bool) else Computed(_show(node))
@@ -182,14 +187,14 @@ def _read_value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -
         return {
             str(key.value): _read_value(item, names, depth + 1) for key, item in pairs if isinstance(key, ast.Constant)
         }
-    if isinstance(node, ast.Call) and _name_call(node) in _CALLS:
-        return Reference(_name_call(node))
-    if isinstance(node, ast.Call) and _name_call(node) == "dict" and not node.args and depth < _DEEPEST:
+    if isinstance(node, ast.Call) and name_call(node) in _CALLS:
+        return Reference(name_call(node))
+    if isinstance(node, ast.Call) and name_call(node) == "dict" and not node.args and depth < _DEEPEST:
         return {item.arg or "**": _read_value(item.value, names, depth + 1) for item in node.keywords}
     return Computed(_show(node))
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
     """Returns True for a constant that a YAML file may hold too."""
     if isinstance(value, str):
         return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)

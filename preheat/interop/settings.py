@@ -22,6 +22,7 @@ class Settings:
     Attributes:
         home: folder of the file, which relative paths may start from.
         devices: number of devices, if the command states it.
+        processes: devices of one node, as a script starts the run, and nodes its nodes.
         micro_batch: sequences (or pairs) per device and micro-batch.
         half_weights: trained weights are in half precision, without fp32 copies.
         frozen: precision of a frozen base under autocast, as in the recipe.
@@ -31,6 +32,13 @@ class Settings:
         global_batch: sequences per step of all devices, if the file states them; accumulation follows from them.
         min_lr: the schedule's final rate, if the file states the rate in place of its ratio.
         deferred_reduction: with sharding, gradients stay whole until the last micro-batch.
+        masters: weights are in half precision, with fp32 copies in the optimizer.
+        decay_ratio: fraction of the run in which the rate falls, of the schedule `wsd`.
+        kept_products: with selective checkpointing, the results of every n-th matmul are kept.
+        checkpointed_layers: every n-th layer is checkpointed.
+        loss_rows: of a chunked loss, or with loss_parallel, positions of logits in memory at a time.
+        regather: with sequence_parallel, inputs of blocks are gathered again in the backward pass.
+        stages: of a pipeline, per device; None: the schedule's own.
         pairs: a row of the data is two answers, each a sequence.
     """
 
@@ -38,6 +46,8 @@ class Settings:
     name: str = "run"
     seed: int = 0
     devices: int | None = None
+    processes: int | None = None
+    nodes: int = 1
     model: str | None = None
     random_weights: bool = False
     family: str | None = None
@@ -69,6 +79,7 @@ class Settings:
     warmup_steps: int | None = None
     min_lr_ratio: float = 0.0
     min_lr: float | None = None
+    decay_ratio: float | None = None
     epochs: float | None = None
     max_steps: int | None = None
     eval_steps: int | None = None
@@ -85,13 +96,18 @@ class Settings:
     pissa_iterations: int = 0
     precision: str = "bf16"
     half_weights: bool = False
+    masters: bool = False
     frozen: str = "auto"
     checkpointing: bool = False
     checkpointing_mode: str = "full"
+    kept_products: int = 1
+    checkpointed_layers: int = 1
     activation_offload: bool = False
     attention: bool = True
     compiled: bool = False
     fp8: bool = False
+    fp8_recipe: str = "tensorwise"
+    gelu: bool = False
     chunked_loss: bool = False
     fused_norm: bool = False
     fused_gate: bool = False
@@ -111,8 +127,12 @@ class Settings:
     context_parallel: int = 1
     pipeline_parallel: int = 1
     pipeline_schedule: str = "1f1b"
+    stages: int | None = None
     expert_parallel: int = 1
     sequence_parallel: bool = False
+    regather: bool = False
+    loss_parallel: bool = False
+    loss_rows: int | None = None
 
     @property
     def model_parallel(self) -> int:
@@ -121,7 +141,9 @@ class Settings:
 
     @property
     def world(self) -> int:
-        """Number of devices: of the command, else as many as the file's degrees need."""
+        """Number of devices: of the command, else of the script, else as many as the file's degrees need."""
+        if self.devices is None and (self.processes or self.nodes > 1):
+            return (self.processes or 1) * self.nodes
         shards = max(self.shard_size or 1, 1) * max(self.replicas, 1)
         return self.devices or max(shards * self.model_parallel, self.expert_parallel * self.pipeline_parallel)
 
@@ -134,6 +156,8 @@ class Settings:
 OURS: Mapping[str, tuple[str, ...]] = {
     "seed": ("seed",),
     "devices": ("parallel.devices",),
+    "processes": ("parallel.devices",),
+    "nodes": ("parallel.devices",),
     "model": ("model.path",),
     "random_weights": ("model.weights",),
     "family": ("model.family",),
@@ -176,6 +200,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "warmup_steps": ("schedule.warmup_ratio",),
     "min_lr_ratio": ("schedule.min_lr_ratio",),
     "min_lr": ("schedule.min_lr_ratio",),
+    "decay_ratio": ("schedule.decay_ratio",),
     "epochs": ("stop.epochs",),
     "max_steps": ("stop.max_steps",),
     "eval_steps": ("evaluate.every",),
@@ -192,13 +217,18 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "pissa_iterations": ("techniques.lora.pissa_iterations",),
     "precision": ("techniques.mixed_precision",),
     "half_weights": ("techniques.mixed_precision",),
+    "masters": ("techniques.mixed_precision",),
     "frozen": ("techniques.mixed_precision.frozen",),
     "checkpointing": ("techniques.activation_checkpointing",),
     "checkpointing_mode": ("techniques.activation_checkpointing.mode",),
+    "kept_products": ("techniques.activation_checkpointing.products",),
+    "checkpointed_layers": ("techniques.activation_checkpointing.every",),
     "activation_offload": ("techniques.activation_offload",),
     "attention": ("techniques.efficient_attention",),
     "compiled": ("techniques.compile",),
     "fp8": ("techniques.fp8",),
+    "fp8_recipe": ("techniques.fp8.recipe",),
+    "gelu": ("techniques.feed_forward",),
     "chunked_loss": ("techniques.chunked_loss",),
     "fused_norm": ("techniques.fused_operators.norm",),
     "fused_gate": ("techniques.fused_operators.gate",),
@@ -217,8 +247,12 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "context_parallel": ("techniques.context_parallel", "parallel.devices"),
     "pipeline_parallel": ("techniques.pipeline_parallel", "parallel.devices"),
     "pipeline_schedule": ("techniques.pipeline_parallel.schedule",),
+    "stages": ("techniques.pipeline_parallel.stages",),
     "expert_parallel": ("techniques.expert_parallel", "parallel.devices"),
     "sequence_parallel": ("techniques.tensor_parallel.sequence_parallel",),
+    "regather": ("techniques.tensor_parallel.regather",),
+    "loss_parallel": ("techniques.tensor_parallel.loss_parallel",),
+    "loss_rows": ("techniques.chunked_loss.rows", "techniques.tensor_parallel.rows"),
 }
 """Field of `Settings` -> the keys of the recipe that follow from it; of a setting of `sources` the first that is there,
 since several sources are one list."""
@@ -313,11 +347,14 @@ def _build_schedule(settings: Settings) -> JsonObject:
         warmup = min(settings.warmup_steps / settings.max_steps, 0.99)
     if settings.schedule == "constant":
         return {"kind": "constant", "warmup_ratio": warmup}
-    if settings.schedule == "linear":  # from the end of the warmup to the end of the run
-        return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": 1 - warmup, "min_lr_ratio": 0.0}
     floor = settings.min_lr_ratio
     if settings.min_lr is not None and settings.learning_rate:
         floor = min(settings.min_lr / settings.learning_rate, 0.999)
+    if settings.schedule == "wsd":
+        decay = 1 - warmup if settings.decay_ratio is None else min(settings.decay_ratio, 1 - warmup)
+        return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": decay, "min_lr_ratio": floor}
+    if settings.schedule == "linear":  # from the end of the warmup to the end of the run
+        return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": 1 - warmup, "min_lr_ratio": 0.0}
     return {"kind": "cosine", "warmup_ratio": warmup, "min_lr_ratio": floor}
 
 
@@ -335,7 +372,12 @@ def _build_techniques(settings: Settings) -> JsonObject:
         techniques["nf4"] = {} if settings.double_quantization else {"double_quantization": False}
     if settings.checkpointing:
         mode = settings.checkpointing_mode
-        techniques["activation_checkpointing"] = {} if mode == "full" else {"mode": mode}
+        checkpointing: JsonObject = {} if mode == "full" else {"mode": mode}
+        if mode == "selective" and settings.kept_products > 1:
+            checkpointing["products"] = settings.kept_products
+        if settings.checkpointed_layers > 1:
+            checkpointing["every"] = settings.checkpointed_layers
+        techniques["activation_checkpointing"] = checkpointing
     if settings.activation_offload:
         techniques["activation_offload"] = {}
     if settings.accumulation > 1:
@@ -349,12 +391,16 @@ def _build_techniques(settings: Settings) -> JsonObject:
         techniques["preference"] = settings.preference
     if settings.neftune:
         techniques["neftune"] = {"alpha": settings.neftune}
+    if settings.gelu:
+        techniques["feed_forward"] = {"activation": "gelu"}
+    if settings.fp8:
+        techniques["fp8"] = {} if settings.fp8_recipe == "tensorwise" else {"recipe": settings.fp8_recipe}
     if settings.label_smoothing:
         techniques["regularized_loss"] = {"label_smoothing": settings.label_smoothing, "z": 0.0}
+    if settings.chunked_loss:
+        techniques["chunked_loss"] = {} if settings.loss_rows is None else {"rows": settings.loss_rows}
     switches = {
-        "chunked_loss": settings.chunked_loss,
         "compile": settings.compiled,
-        "fp8": settings.fp8,
         "quantization_aware": settings.qat,
         "shifted_groups": settings.shifted_groups,
     }
@@ -364,6 +410,8 @@ def _build_techniques(settings: Settings) -> JsonObject:
 def _choose_precision(settings: Settings) -> str | None:
     if settings.precision == "fp32":
         return None
+    if settings.masters and settings.adapter is None:
+        return f"{settings.precision}_master"
     if settings.half_weights and settings.adapter is None:
         return f"{settings.precision}_pure" if settings.precision == "bf16" else "fp16_master"
     return settings.precision
@@ -400,9 +448,16 @@ def _build_parallelism(settings: Settings) -> JsonObject:
             techniques[name] = {"degree": degree}
     if "pipeline_parallel" in techniques and settings.pipeline_schedule != "1f1b":
         techniques["pipeline_parallel"] |= {"schedule": settings.pipeline_schedule}
+    if "pipeline_parallel" in techniques and settings.stages is not None:
+        techniques["pipeline_parallel"] |= {"stages": settings.stages}
     if "tensor_parallel" in techniques:
-        # The head's output is gathered in these trainers.
-        techniques["tensor_parallel"] |= {"loss_parallel": False, "sequence_parallel": settings.sequence_parallel}
+        # The head's output is gathered in most trainers.
+        techniques["tensor_parallel"] |= {
+            "loss_parallel": settings.loss_parallel,
+            "sequence_parallel": settings.sequence_parallel,
+            **({"regather": True} if settings.regather else {}),
+            **({"rows": settings.loss_rows} if settings.loss_parallel and settings.loss_rows else {}),
+        }
     # One data-parallel rank has nothing to shard, and none to add its gradients to; context parallelism shards weights.
     if world == 1 or (ranks == 1 and settings.context_parallel == 1):
         return techniques

@@ -8,7 +8,7 @@ from preheat.interop.keys import Assumed, Entry, Outcome, Takes
 from preheat.interop.settings import Settings
 from preheat.sanitize import shorten
 
-__all__ = ["last_name", "read_betas", "read_optimizer_class", "split_global_batch"]
+__all__ = ["adapt_to_planner", "last_name", "read_betas", "read_optimizer_class", "split_global_batch"]
 
 _OPTIMIZERS = {
     "Adam": "adamw_torch",
@@ -83,3 +83,16 @@ def split_global_batch(settings: Settings, entries: Mapping[str, Entry], *keys: 
             f"{settings.global_batch - rest} are planned, as the trainer does"
         ]
     return []
+
+
+def adapt_to_planner(settings: Settings) -> list[str]:
+    """Leaves out what cannot be planned beside a split model, and returns what is planned instead."""
+    notes = []
+    if settings.compiled and max(settings.tensor_parallel, settings.expert_parallel) > 1:
+        settings.compiled = False
+        settings.fused_norm = settings.fused_gate = True
+        notes.append("with tensor or expert parallelism, fused norms and gates are planned in place of the compiler")
+    if settings.fp8 and settings.tensor_parallel > 1:
+        settings.fp8 = False
+        notes.append("with tensor parallelism, matmuls are planned in half precision: fp8 takes less time")
+    return notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "AUTOMODEL",
@@ -12,7 +12,16 @@ __all__ = [
     "LITGPT",
     "LITGPT_PRETRAIN",
     "LLAMA_FACTORY",
+    "MEGATRON",
+    "MEGATRON_BRIDGE",
+    "MEGATRON_BRIDGE_PEFT",
+    "MEGATRON_BRIDGE_SFT",
+    "MS_SWIFT",
+    "MS_SWIFT_PRETRAIN",
+    "MS_SWIFT_RLHF",
     "PEFT",
+    "TORCHTITAN",
+    "TORCHTITAN_REGISTRY",
     "TRANSFORMERS",
     "TRL_ARGUMENTS",
     "TRL_DPO",
@@ -319,5 +328,215 @@ AUTOMODEL = TrainerDefaults(
     },
     adapter_dropout=0.0,
     adapts={"lora": "proj", "qlora": "proj"},
+    recomputes=(),
+)
+_SWIFT_ARGUMENTS, _SWIFT_TUNER = "swift/trainers/arguments.py", "swift/arguments/tuner_args.py"
+_SWIFT: dict[str, Default] = {
+    **_TRAINER,
+    "learning_rate": Default(
+        1e-4, "a learning rate of 1e-4 (full training: 1e-5)", "swift/arguments/sft_args.py, _init_override"
+    ),
+    "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", _SWIFT_ARGUMENTS),
+    "weight_decay": Default(0.1, "a weight decay of 0.1", _SWIFT_ARGUMENTS),
+    "micro_batch": Default(1, "one sequence a micro-batch", _SWIFT_ARGUMENTS),
+    "schedule": Default("cosine", "the learning rate falls as a cosine", _SWIFT_ARGUMENTS),
+    "warmup_ratio": Default(0.0, "no warmup", _SWIFT_ARGUMENTS),
+    "seed": Default(42, "", "swift/arguments/base_args/base_args.py"),
+    "length": Default(2048, "", "swift/arguments/base_args/template_args.py, max_length: none"),
+    "precision": Default("bf16", "bf16 autocast for weights in bf16", "swift/arguments/base_args/model_args.py"),
+    "half_weights": Default(
+        True,
+        "weights are in the checkpoint's precision, taken as bf16",
+        "swift/arguments/base_args/model_args.py, torch_dtype",
+    ),
+    "frozen": Default(
+        "auto", "so is the frozen base of adapters", "swift/arguments/base_args/model_args.py, torch_dtype"
+    ),
+    "optimizer": Default("adamw_torch_fused", "fused AdamW", f"{_HF}, optim"),
+    "checkpointing": Default(True, "activation checkpointing is on", _SWIFT_ARGUMENTS),
+    "packing": Default(False, "rows are padded, not packed", "swift/arguments/base_args/base_args.py"),
+    "train_on": Default(
+        "assistant", "the assistant's turns are trained on", "swift/arguments/base_args/template_args.py, loss_scale"
+    ),
+    "validation": Default(0.0, "nothing is held out", "swift/arguments/base_args/data_args.py, split_dataset_ratio"),
+    "workers": Default(1, "one process loads rows", _SWIFT_ARGUMENTS),
+    "save_steps": Default(500, "", f"{_HF}, save_steps"),
+    "adapter": Default("lora", "trains a LoRA adapter", "swift/arguments/base_args/base_args.py, tuner_type"),
+    "lora_rank": Default(8, "adapters of rank 8", _SWIFT_TUNER),
+    "lora_alpha": Default(32.0, "adapters' alpha of 32", _SWIFT_TUNER),
+    "lora_dropout": Default(0.05, "dropout of 0.05 on the adapters' inputs", _SWIFT_TUNER),
+    "lora_targets": Default("all-linear", "all linear layers have adapters", _SWIFT_TUNER),
+}
+MS_SWIFT = TrainerDefaults(
+    version="4.6",
+    settings=_SWIFT,
+    adapter_dropout=0.05,
+    adapts={"lora": "all", "qlora": "all"},
+    recomputes=("full-ft", "lora", "qlora"),
+)
+MS_SWIFT_PRETRAIN = replace(
+    MS_SWIFT,
+    settings=_SWIFT | {"train_on": Default("all", "all tokens are trained on", "swift/arguments/pretrain_args.py")},
+)
+MS_SWIFT_RLHF = replace(
+    MS_SWIFT,
+    settings=_SWIFT | {"preference": Default({"loss": "dpo"}, "the loss of DPO", "swift/arguments/rlhf_args.py")},
+)
+
+
+_TITAN = "torchtitan/config/job_config.py"
+_TITAN_SELECTIVE = "torchtitan/distributed/activation_checkpoint.py"
+TORCHTITAN = TrainerDefaults(
+    version="0.3 (TOML: 0.2)",
+    settings={
+        "optimizer": Default("adamw_torch_fused", "fused AdamW", f"{_TITAN}, Optimizer"),
+        "learning_rate": Default(8e-4, "a learning rate of 8e-4", f"{_TITAN}, Optimizer"),
+        "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", f"{_TITAN}, Optimizer"),
+        "eps": Default(1e-8, "", f"{_TITAN}, Optimizer"),
+        "weight_decay": Default(0.1, "a weight decay of 0.1", f"{_TITAN}, Optimizer"),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", f"{_TITAN}, Training"),
+        "schedule": Default("wsd", "the learning rate falls linearly", f"{_TITAN}, LRScheduler"),
+        "warmup_steps": Default(200, "200 steps of warmup", f"{_TITAN}, LRScheduler"),
+        "max_steps": Default(10_000, "10,000 steps", f"{_TITAN}, Training"),
+        "micro_batch": Default(8, "8 sequences a micro-batch", f"{_TITAN}, Training"),
+        "length": Default(2048, "2,048 tokens a sequence", f"{_TITAN}, Training"),
+        "random_weights": Default(True, "weights are drawn", f"{_TITAN}, Checkpoint"),
+        "precision": Default("bf16", "matmuls in bf16", f"{_TITAN}, mixed_precision_param"),
+        "half_weights": Default(False, "weights are in fp32", f"{_TITAN}, dtype"),
+        "frozen": Default("fp32", "so is the frozen base of adapters", f"{_TITAN}, dtype"),
+        "checkpointing": Default(True, "selective activation checkpointing", f"{_TITAN}, ActivationCheckpoint"),
+        "checkpointed_layers": Default(2, "every second layer keeps its input only", f"{_TITAN}, selective_ac_option"),
+        "packing": Default(True, "documents fill sequences of one length", "torchtitan/hf_datasets/text_datasets.py"),
+        "sharding": Default("full", "FSDP across all devices", f"{_TITAN}, data_parallel_shard_degree"),
+        "sequence_parallel": Default(
+            True, "with tensor parallelism, activations are split too", "torchtitan/models/llama3/infra/parallelize.py"
+        ),
+        "loss_parallel": Default(
+            True, "with tensor parallelism, so are the logits", f"{_TITAN}, disable_loss_parallel"
+        ),
+        "fused_norm": Default(True, "norms are one operator", "torch.nn.RMSNorm"),
+        "lora_rank": Default(8, "adapters of rank 8", "torchtitan/components/lora.py"),
+        "lora_alpha": Default(16.0, "adapters' alpha of 16", "torchtitan/components/lora.py"),
+    },
+    adapter_dropout=0.0,
+    adapts={"lora": "all"},
+    recomputes=("pretrain",),
+)
+TORCHTITAN_REGISTRY: Mapping[str, Default] = {
+    "checkpointing_mode": Default("selective", "attention and every second matmul are kept", _TITAN_SELECTIVE),
+    "kept_products": Default(2, "", _TITAN_SELECTIVE),
+    "checkpointed_layers": Default(1, "", _TITAN_SELECTIVE),
+    "fp8_recipe": Default("rowwise", "in fp8, one scale per row", "torchtitan/components/quantization/float8.py"),
+}
+"""Those that differ in the registry of 0.3 (torchtitan/config/configs.py)."""
+
+_BRIDGE, _BRIDGE_OPTIMIZER = "megatron/bridge/recipes/common.py", "megatron/bridge/recipes/utils/optimizer_utils.py"
+MEGATRON_BRIDGE = TrainerDefaults(
+    version="0.3.1",
+    settings={
+        "optimizer": Default("adamw_torch_fused", "AdamW as one kernel", _BRIDGE_OPTIMIZER),
+        "learning_rate": Default(3e-4, "a learning rate of 3e-4", f"{_BRIDGE}, _pretrain_common"),
+        "min_lr": Default(3e-5, "that falls to 3e-5", f"{_BRIDGE}, _pretrain_common"),
+        "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", _BRIDGE_OPTIMIZER),
+        "eps": Default(1e-8, "", _BRIDGE_OPTIMIZER),
+        "weight_decay": Default(0.1, "a weight decay of 0.1", _BRIDGE_OPTIMIZER),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", _BRIDGE_OPTIMIZER),
+        "schedule": Default("cosine", "the learning rate falls as a cosine", _BRIDGE_OPTIMIZER),
+        "warmup_steps": Default(500, "500 steps of warmup", f"{_BRIDGE}, _pretrain_common"),
+        "max_steps": Default(300_000, "300,000 steps", f"{_BRIDGE}, _pretrain_common"),
+        "global_batch": Default(32, "32 sequences a step", f"{_BRIDGE}, _pretrain_common"),
+        "micro_batch": Default(2, "two sequences a micro-batch", f"{_BRIDGE}, _pretrain_common"),
+        "length": Default(4096, "4,096 tokens a sequence", f"{_BRIDGE}, _pretrain_common"),
+        "seed": Default(1234, "", f"{_BRIDGE}, _pretrain_common"),
+        "save_steps": Default(500, "", f"{_BRIDGE}, _pretrain_common"),
+        "workers": Default(8, "", "megatron/bridge/training/config.py, DataloaderConfig"),
+        "precision": Default("bf16", "matmuls in bf16", f"{_BRIDGE}, mixed_precision"),
+        "masters": Default(True, "weights in bf16, with fp32 copies in the optimizer", f"{_BRIDGE}, mixed_precision"),
+        "checkpointing": Default(
+            False, "nothing is computed again but attention", "megatron/core/transformer/transformer_config.py"
+        ),
+        "sharding": Default("optimizer", "optimizer states are shared out", f"{_BRIDGE}, use_distributed_optimizer"),
+        "loss_parallel": Default(
+            True, "with tensor parallelism, logits are split", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "chunked_loss": Default(
+            True, "the loss is computed in place of the logits", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "fused_norm": Default(True, "norms are one kernel", "megatron/core/extensions/transformer_engine.py"),
+        "fused_gate": Default(True, "so are SwiGLU's gates", "megatron/core/fusions/fused_bias_swiglu.py"),
+        "packing": Default(True, "documents fill sequences of one length", "megatron/core/datasets/gpt_dataset.py"),
+        "train_on": Default("all", "all tokens are trained on", "megatron/core/datasets/gpt_dataset.py"),
+        "validation": Default(0.0, "nothing is held out of the rows", "megatron/bridge/training/config.py"),
+    },
+    adapter_dropout=0.0,
+    adapts={"lora": "all"},
+    recomputes=(),
+)
+MEGATRON_BRIDGE_SFT: dict[str, Default] = {
+    "learning_rate": Default(5e-6, "a learning rate of 5e-6", f"{_BRIDGE}, _sft_common"),
+    "min_lr": Default(0.0, "that falls to 0", f"{_BRIDGE}, _sft_common"),
+    "betas": Default((0.9, 0.98), "Adam's betas are 0.9 and 0.98", f"{_BRIDGE}, _sft_common"),
+    "warmup_steps": Default(50, "50 steps of warmup", f"{_BRIDGE}, _sft_common"),
+    "max_steps": Default(1000, "1,000 steps", f"{_BRIDGE}, _sft_common"),
+    "global_batch": Default(128, "128 sequences a step", f"{_BRIDGE}, _sft_common"),
+    "micro_batch": Default(1, "one sequence a micro-batch", f"{_BRIDGE}, _sft_common"),
+    "length": Default(2048, "2,048 tokens a sequence", f"{_BRIDGE}, _sft_common"),
+    "save_steps": Default(100, "", f"{_BRIDGE}, _sft_common"),
+    "seed": Default(5678, "", f"{_BRIDGE}, _sft_common"),
+    "packing": Default(True, "rows are packed", f"{_BRIDGE}, default_squad_config"),
+    "train_on": Default(
+        "assistant", "answers are trained on", "megatron/bridge/data/datasets/sft.py, answer_only_loss"
+    ),
+}
+"""Those of its functions for fine-tuning."""
+MEGATRON_BRIDGE_PEFT: dict[str, Default] = {
+    "learning_rate": Default(1e-4, "a learning rate of 1e-4", f"{_BRIDGE}, _peft_common"),
+    "lora_rank": Default(32, "adapters of rank 32", "megatron/bridge/peft/lora.py"),
+    "lora_alpha": Default(32.0, "adapters' alpha of 32", "megatron/bridge/peft/lora.py"),
+    "lora_targets": Default("all-linear", "all linear layers have adapters", "megatron/bridge/peft/lora.py"),
+}
+"""And for adapters."""
+_MEGATRON_ARGUMENTS = "megatron/training/arguments.py"
+_MEGATRON_OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"
+MEGATRON = TrainerDefaults(
+    version="core 0.20",
+    settings={
+        "optimizer": Default("adamw_torch_fused", "AdamW as one kernel", _MEGATRON_OPTIMIZER),
+        "betas": Default((0.9, 0.999), "Adam's betas are 0.9 and 0.999", _MEGATRON_OPTIMIZER),
+        "eps": Default(1e-8, "", _MEGATRON_OPTIMIZER),
+        "weight_decay": Default(0.01, "a weight decay of 0.01", _MEGATRON_OPTIMIZER),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", _MEGATRON_OPTIMIZER),
+        "schedule": Default("wsd", "the learning rate falls linearly", "megatron/training/config/training_config.py"),
+        "min_lr": Default(0.0, "to 0", _MEGATRON_ARGUMENTS),
+        "seed": Default(1234, "", "megatron/training/config/common_config.py"),
+        "precision": Default("fp32", "neither bf16 nor fp16 is on", "megatron/core/model_parallel_config.py"),
+        "masters": Default(
+            True, "weights in half precision, with fp32 copies in the optimizer", "megatron/core/optimizer/optimizer.py"
+        ),
+        "checkpointing": Default(
+            False, "nothing is computed again but attention", "megatron/core/transformer/transformer_config.py"
+        ),
+        "sharding": Default(
+            None, "optimizer states are on each device", f"{_MEGATRON_ARGUMENTS}, use_distributed_optimizer"
+        ),
+        "loss_parallel": Default(
+            True, "with tensor parallelism, logits are split", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "regather": Default(
+            True,
+            "with sequence parallelism, inputs of blocks are gathered again in the backward pass",
+            "megatron/core/tensor_parallel/layers.py",
+        ),
+        "chunked_loss": Default(
+            True, "the loss is computed in place of the logits", "megatron/core/tensor_parallel/cross_entropy.py"
+        ),
+        "fused_norm": Default(True, "norms are one kernel", "megatron/core/extensions/transformer_engine.py"),
+        "fused_gate": Default(True, "so are SwiGLU's gates", f"{_MEGATRON_ARGUMENTS}, bias_swiglu_fusion"),
+        "packing": Default(True, "documents fill sequences of one length", "megatron/core/datasets/gpt_dataset.py"),
+        "train_on": Default("all", "all tokens are trained on", "megatron/core/datasets/gpt_dataset.py"),
+        "workers": Default(2, "", f"{_MEGATRON_ARGUMENTS}, num_workers"),
+    },
+    adapter_dropout=0.0,
+    adapts={},
     recomputes=(),
 )

@@ -72,6 +72,7 @@ def read_foreign_config(
     from preheat.interop.formats import FORMATS
     from preheat.interop.reading import find_format, read_config
     from preheat.interop.stand_in import drop_missing_kernels
+    from preheat.interop.torchtitan_registry import split_name
     from preheat.sanitize import shorten
 
     name = foreign.format
@@ -84,7 +85,7 @@ def read_foreign_config(
         return None
     config = read_config(
         text,
-        Path(what),
+        Path(split_name(what)[0]),
         format,
         where=where,
         overrides=overrides,
@@ -97,12 +98,17 @@ def read_foreign_config(
 
 
 def _read_script(what: str) -> tuple[str, str] | None:
-    """Returns the text of a Python script, and its name in errors; None if `what` is none."""
+    """Returns the text of a Python or shell script, and its name in errors; None if `what` is none.
+
+    The name has `::FUNCTION` if the user chooses one of several configurations of a script.
+    """
+    from preheat.interop.shell import is_shell
+    from preheat.interop.torchtitan_registry import split_name
     from preheat.recipe.yaml_io import read_text
     from preheat.sanitize import shorten
 
-    file = Path(what)
-    if file.suffix != ".py" or not file.is_file():
+    file = Path(split_name(what)[0])
+    if not (file.suffix == ".py" or is_shell(file.name)) or not file.is_file():
         return None
     where = shorten(what, 200)
     return read_text(file, where), where
@@ -137,7 +143,12 @@ def refuse_model(what: str, command: str) -> None:
 
 def _may_be_model(what: str) -> bool:
     """Returns False for the name of a recipe file: a config.json is a model's, every other file a recipe's."""
-    file = Path(what)
+    from preheat.interop.torchtitan_registry import split_name
+
+    name, configuration = split_name(what)  # of a Python file that has several
+    if configuration is not None:
+        return False
+    file = Path(name)
     try:
         if file.is_file():
             return file.name == "config.json"

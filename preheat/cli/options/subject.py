@@ -16,6 +16,7 @@ from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError
 from preheat.hardware.connectivity import find_cached_folder, is_hub_offline
 from preheat.interop.stand_in import find_preset
+from preheat.interop.torchtitan_registry import split_name
 from preheat.model_folder import read_object
 from preheat.models import configs, presets
 from preheat.models.hub_config import find_hub_folder, is_hub_name
@@ -187,7 +188,10 @@ def _is_tokenizer_absent(name: str) -> bool:
 
 
 def _is_recipe(what: str) -> bool:
-    file = Path(what)
+    name, configuration = split_name(what)  # of a Python file that has several
+    if configuration is not None:
+        return True
+    file = Path(name)
     try:
         if file.exists() and not file.is_dir():
             # A config.json is a model's, every other file a recipe's, even if it is no valid one: its errors are then

@@ -77,7 +77,7 @@ def test_other_trainers_files_are_not_transformers() -> None:
         ("model_name_or_path: x", "transformers"),
     ):
         assert find_format(f"{line}\n{shared}", "f.yaml", FORMATS) is FORMATS[name]
-    assert find_format(f"model: x\ntuner_type: lora\n{shared}", "f.yaml", FORMATS) is None
+    assert find_format(f"model: x\nlora_r: 8\n{shared}", "f.yaml", FORMATS) is None
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_the_second_call_of_a_name_is_not_understood() -> None:
     [
         ("x = (\n", "f.py:1: not Python: '(' was never closed"),
         ("x = 1\n  y = 2\n", "f.py:2: not Python: unexpected indent"),
-        ("x = 1\n", "f.py: calls none of TrainingArguments, SFTConfig, DPOConfig with its arguments, which preheat"),
+        ("x = 1\n", "f.py: calls none of TrainingArguments, SFTConfig, DPOConfig with its arguments, nor torchtitan's"),
         ("x = '\0'\n", "f.py"),
         ("SFTConfig(learning_rate='fast')", "f.py:1: SFTConfig.learning_rate: must be a number, got 'fast'"),
         ("x = " + "(" * 500 + ")" * 500, "f.py:1: not Python: too many nested parentheses"),
