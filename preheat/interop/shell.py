@@ -279,7 +279,8 @@ def _read_flags(call: _Call, where: str, home: Path) -> list[Entry]:
         *(entry for entry in theirs if entry.name not in names),
         *own,
         *(replace(entry, path=("repeated", *entry.path)) for entry in repeated),
-        *(Entry(("arguments", shorten(word.text)), word.text, where, word.line) for word in others),
+        # As plain text: their keys are not known, let alone their defaults.
+        *(Entry(("arguments", shorten(word.text)), str(word.text), where, word.line) for word in others),
     ]
 
 
@@ -342,7 +343,7 @@ _WITHOUT_WEIGHT = re.compile(
     r"(NCCL|GLOO|UCX|WANDB|SWANLAB|HF|HUGGINGFACE|TRANSFORMERS|DATASETS|MODELSCOPE|TOKENIZERS|TRITON|TORCH_NCCL|OMP|MKL|"
     r"MASTER|NODE|RANK|LD|PYTHON|CUDA_LAUNCH|TORCH_DISTRIBUTED|TORCHELASTIC|LOG|DEBUG|RAY)(_\w+)?"
     r"|PYTORCH(_CUDA)?_ALLOC_CONF|CUDA_DEVICE_(MAX_CONNECTIONS|ORDER)|CUDA_HOME|PATH|\w+_(proxy|PROXY|CACHE|PORT|ADDR|HOME)"
-    r"|LOCAL_RANK|USE_HF|USE_MODELSCOPE_HUB|DISABLE_VERSION_CHECK|FORCE_TORCHRUN|WORLD_SIZE|NVTE_\w+"
+    r"|\w*LOG_LEVEL|LOCAL_RANK|USE_HF|USE_MODELSCOPE_HUB|DISABLE_VERSION_CHECK|FORCE_TORCHRUN|WORLD_SIZE|NVTE_\w+"
 )
 """Variables of logging, loading, starting and communication."""
 
