@@ -10,6 +10,7 @@ from preheat.interop.hf_trainer import HF_TRAINER
 from preheat.interop.litgpt import LITGPT, LITGPT_PRETRAIN
 from preheat.interop.llama_factory import LLAMA_FACTORY
 from preheat.interop.megatron_bridge import MEGATRON_BRIDGE
+from preheat.interop.megatron_swift import MEGATRON_SWIFT
 from preheat.interop.ms_swift import MS_SWIFT, MS_SWIFT_PRETRAIN, MS_SWIFT_RLHF
 from preheat.interop.reading import Format
 from preheat.interop.torchtitan import TORCHTITAN
@@ -31,6 +32,7 @@ FORMATS: Mapping[str, Format] = {
         MS_SWIFT,
         MS_SWIFT_PRETRAIN,
         MS_SWIFT_RLHF,
+        MEGATRON_SWIFT,
         TORCHTITAN,
         MEGATRON_BRIDGE,
     )

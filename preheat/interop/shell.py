@@ -50,9 +50,6 @@ class Program:
 
 
 _OTHER_TRL = Program(refusal="of TRL's commands, sft and dpo are read; rewards, kto, orpo and cpo are not planned")
-_MEGATRON_SWIFT = Program(
-    refusal="ms-swift's Megatron flags are not read; write the run as swift sft, or its flags for pretrain_gpt.py"
-)
 
 PROGRAMS: Mapping[str, Program] = {
     **dict.fromkeys(("trl sft", "trl/scripts/sft.py"), Program("trl", uses_all=True)),
@@ -64,7 +61,8 @@ PROGRAMS: Mapping[str, Program] = {
     "swift sft": Program("ms-swift"),
     "swift pt": Program("ms-swift-pt"),
     "swift rlhf": Program("ms-swift-rlhf"),
-    **{f"megatron {task}": _MEGATRON_SWIFT for task in ("sft", "pt", "rlhf")},
+    **dict.fromkeys(("megatron sft", "megatron pt"), Program("megatron-swift")),
+    "megatron rlhf": Program(refusal="of ms-swift's Megatron commands, sft and pt are read; write it as swift rlhf"),
 }
 """Commands by name: of a program with its subcommand, of a script by the end of its path, of a module behind `-m`."""
 
