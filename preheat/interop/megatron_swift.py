@@ -36,7 +36,8 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     notes = []
     if "lr" not in entries and settings.adapter is None:
         settings.learning_rate = FULL_RATE
-    if "command" in entries and entries["command"].value == "megatron pt" and "loss_scale" not in entries:
+    pretrains = "command" in entries and str(entries["command"].value).endswith("pt")
+    if pretrains and "loss_scale" not in entries:
         settings.train_on = "all"
     if settings.streaming and not settings.max_steps:
         raise entries["streaming"].error("a streamed dataset has no known length; add train_iters")
