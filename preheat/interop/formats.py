@@ -11,6 +11,7 @@ from preheat.interop.litgpt import LITGPT, LITGPT_PRETRAIN
 from preheat.interop.llama_factory import LLAMA_FACTORY
 from preheat.interop.megatron import MEGATRON
 from preheat.interop.megatron_bridge import MEGATRON_BRIDGE
+from preheat.interop.megatron_swift import MEGATRON_SWIFT
 from preheat.interop.ms_swift import MS_SWIFT, MS_SWIFT_PRETRAIN, MS_SWIFT_RLHF
 from preheat.interop.reading import Format
 from preheat.interop.torchtitan import TORCHTITAN
@@ -34,6 +35,7 @@ FORMATS: Mapping[str, Format] = {
         MS_SWIFT,
         MS_SWIFT_PRETRAIN,
         MS_SWIFT_RLHF,
+        MEGATRON_SWIFT,
         MEGATRON_BRIDGE,
     )
 }

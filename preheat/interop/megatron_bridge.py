@@ -20,7 +20,7 @@ from preheat.interop.trainer_defaults import MEGATRON_BRIDGE as DEFAULTS
 from preheat.interop.trainer_defaults import MEGATRON_BRIDGE_PEFT, MEGATRON_BRIDGE_SFT
 from preheat.interop.training_arguments import add_prefix
 
-__all__ = ["MEGATRON_BRIDGE"]
+__all__ = ["MEGATRON_BRIDGE", "MODEL", "OPTIMIZER", "SCHEDULER", "TRAIN", "finish_megatron"]
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -115,7 +115,7 @@ def _read_warmup_fraction(settings: Settings, entry: Entry) -> Outcome:
 
 
 def _read_recomputation(settings: Settings, entry: Entry) -> Outcome:
-    if entry.choice("full", "selective") == "full":
+    if entry.choice("full", "selective", "none") == "full":
         settings.checkpointing = True
         return Takes(("checkpointing",))
     return NoEffect("only attention is computed again, which fused attention does by itself")
@@ -209,7 +209,7 @@ _STARTING = ignore("how processes start and find each other")
 _EVALUATION = ignore("evaluation: the plan has it at the end, with a training micro-batch")
 _LARGE = assume("the plan is without it, and of the same order")
 
-_MODEL: Mapping[str, Handler] = {
+MODEL: Mapping[str, Handler] = {
     "hf_model_id": take("model", Entry.text),
     **dict.fromkeys(_SIZES, _read_size),
     "seq_length": take("length", Entry.whole),
@@ -260,7 +260,8 @@ _MODEL: Mapping[str, Handler] = {
     ),
     "*": _LARGE,
 }
-_TRAIN: Mapping[str, Handler] = {
+"""Sizes, parallelism and kernels."""
+TRAIN: Mapping[str, Handler] = {
     "train_iters": take("max_steps", Entry.whole),
     "train_samples": lambda settings, entry: Takes(("max_steps",), "its samples in steps"),
     "global_batch_size": take("global_batch", Entry.whole),
@@ -275,7 +276,8 @@ _TRAIN: Mapping[str, Handler] = {
         ignore("of little weight"),
     ),
 }
-_OPTIMIZER: Mapping[str, Handler] = {
+"""Batch and steps."""
+OPTIMIZER: Mapping[str, Handler] = {
     "optimizer": _read_optimizer,
     "lr": take("learning_rate", Entry.number),
     "min_lr": take("min_lr", Entry.number),
@@ -297,7 +299,8 @@ _OPTIMIZER: Mapping[str, Handler] = {
     ),
     **_names("params_dtype overlap_param_gather_with_optimizer_step log_num_zeros_in_grad", ignore("of little weight")),
 }
-_SCHEDULER: Mapping[str, Handler] = {
+"""The optimizer."""
+SCHEDULER: Mapping[str, Handler] = {
     "lr_decay_style": _read_decay,
     "lr_warmup_iters": read_warmup,
     "lr_warmup_fraction": _read_warmup_fraction,
@@ -311,6 +314,7 @@ _SCHEDULER: Mapping[str, Handler] = {
         ignore("the rate's and the decay's small print"),
     ),
 }
+"""The learning rate's schedule."""
 _DATASET: Mapping[str, Handler] = {
     "dataset_root": _read_root,
     "dataset_name": _read_dataset_name,
@@ -382,12 +386,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     if {"scheduler.lr_warmup_iters", "scheduler.lr_warmup_fraction"}.isdisjoint(entries) and settings.max_steps:
         settings.warmup_steps = min(settings.warmup_steps or 0, settings.max_steps)
     notes += split_global_batch(settings, entries, "train.global_batch_size", "train.micro_batch_size")
-    settings.deferred_reduction = settings.pipeline_parallel > 1
-    settings.sequence_parallel = settings.sequence_parallel and settings.tensor_parallel > 1
-    settings.regather = settings.sequence_parallel and not settings.checkpointing
-    # The loss takes the place of the logits, whose gradients are never beside them.
-    settings.loss_rows = settings.micro_batch * settings.length
-    settings.chunked_loss = settings.tensor_parallel == 1 and settings.pipeline_parallel == 1
+    notes += finish_megatron(settings)
     unstated = [
         name
         for name in ("train.global_batch_size", "train.micro_batch_size", "model.tensor_model_parallel_size")
@@ -397,7 +396,22 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
         notes.append(f"the recipe function may state {', '.join(unstated)}: planned as in the one that all start from")
     if not settings.sources:
         notes.append("the file names no dataset")
-    return [*notes, *adapt_to_planner(settings)]
+    return notes
+
+
+def finish_megatron(settings: Settings) -> list[str]:
+    """Sets how Megatron's layers and optimizer work on several devices; returns what is planned in their place."""
+    if settings.expert_parallel > 1 and settings.sharding == "optimizer":
+        settings.sharding = "gradients"  # states alone are not split beside experts
+    # FSDP keeps fp32 weights in shards, and gathers them in half precision.
+    settings.masters = settings.sharding not in ("full", "gradients")
+    settings.deferred_reduction = settings.pipeline_parallel > 1
+    settings.sequence_parallel = settings.sequence_parallel and settings.tensor_parallel > 1
+    settings.regather = settings.sequence_parallel and not settings.checkpointing
+    # The loss takes the place of the logits, whose gradients are never beside them.
+    settings.loss_rows = settings.micro_batch * settings.length
+    settings.chunked_loss = settings.tensor_parallel == 1 and settings.pipeline_parallel == 1
+    return adapt_to_planner(settings)
 
 
 def _finish_model(settings: Settings) -> list[str]:
@@ -416,10 +430,6 @@ def _finish_sharding(settings: Settings, entries: Mapping[str, Entry]) -> None:
     if fsdp is not None and fsdp.truth():
         name = "optim_grads_params" if strategy is None else strategy.choice(*_STRATEGIES)
         settings.sharding = _STRATEGIES[name]
-    if settings.expert_parallel > 1 and settings.sharding == "optimizer":
-        settings.sharding = "gradients"  # states alone are not split beside experts
-    # FSDP keeps fp32 weights in shards, and gathers them in half precision.
-    settings.masters = settings.sharding not in ("full", "gradients")
 
 
 _REWARDS = refuse("of Megatron-Bridge's runs, pretraining and fine-tuning are read")
@@ -440,11 +450,11 @@ MEGATRON_BRIDGE = Format(
     },
     finish=_finish,
     table={
-        **add_prefix("model", _MODEL),
-        **add_prefix("train", _TRAIN),
+        **add_prefix("model", MODEL),
+        **add_prefix("train", TRAIN),
         "validation.*": _EVALUATION,
-        **add_prefix("optimizer", _OPTIMIZER),
-        **add_prefix("scheduler", _SCHEDULER),
+        **add_prefix("optimizer", OPTIMIZER),
+        **add_prefix("scheduler", SCHEDULER),
         **add_prefix("dataset", _DATASET),
         **add_prefix("peft", _PEFT),
         **add_prefix("ddp", _DDP),

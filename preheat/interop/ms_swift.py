@@ -32,7 +32,7 @@ from preheat.interop.trainer_defaults import MS_SWIFT_RLHF as RLHF_DEFAULTS
 from preheat.interop.training_arguments import ARGUMENTS, add_prefix
 from preheat.sanitize import quote_value
 
-__all__ = ["MS_SWIFT", "MS_SWIFT_PRETRAIN", "MS_SWIFT_RLHF"]
+__all__ = ["FULL_RATE", "MEGATRON_KEYS", "MS_SWIFT", "MS_SWIFT_PRETRAIN", "MS_SWIFT_RLHF"]
 
 _TEMPLATES = {
     **dict.fromkeys(("qwen", "qwen2_5"), "qwen"),
@@ -53,7 +53,15 @@ _PAIR_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge", "simpo": "simp
 _FLASH = ("flash_attn", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _COSTS_THE_SAME = "plain cross entropy, which costs the same"
 _ADAMW = "the plan takes AdamW, with two fp32 moments per trained weight"
-_MEGATRON = "is of `megatron sft`, which is not read; write the run as `swift sft`, or its flags for pretrain_gpt.py"
+_MEGATRON = "is of `megatron sft`, and this file or command is of `swift`; leave it out"
+MEGATRON_KEYS = frozenset(
+    (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+        *("micro_batch_size", "global_batch_size", "recompute_granularity", "train_iters", "mcore_model"),
+        "use_distributed_optimizer",
+    )
+)
+"""Keys by which a file is of `megatron sft`."""
 
 
 def _read_method(settings: Settings, entry: Entry) -> Outcome:
@@ -380,11 +388,7 @@ _TABLE: Mapping[str, Handler] = {
         ignore("evaluation and generating"),
     ),
     # Of another command.
-    **_names(
-        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size micro_batch_size "
-        "global_batch_size recompute_granularity train_iters mcore_model use_distributed_optimizer",
-        refuse(_MEGATRON),
-    ),
+    **dict.fromkeys(MEGATRON_KEYS, refuse(_MEGATRON)),
     **_names(
         "reward_model reward_funcs reward_weights reward_adapters use_vllm num_generations teacher_model "
         "num_ppo_epochs center_rewards_coefficient",
@@ -445,7 +449,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
     elif "packing_length" in entries and "max_length" in entries:
         settings.length = entries["max_length"].whole()
     if "learning_rate" not in entries and settings.adapter is None:
-        settings.learning_rate = _FULL_RATE
+        settings.learning_rate = FULL_RATE
     if "gradient_accumulation_steps" not in entries:
         settings.accumulation = max(math.ceil(_ROWS / settings.micro_batch / settings.world), 1)
     if settings.adapter is None and settings.quantized and (bits := _find(entries, "quant_bits")):
@@ -455,7 +459,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
     return _describe(settings, entries)
 
 
-_ROWS, _FULL_RATE = 16, 1e-5
+_ROWS, FULL_RATE = 16, 1e-5
 """Sequences a step and learning rate of full training, if the file states neither: swift/trainers/arguments.py,
 gradient_accumulation_steps, and swift/arguments/sft_args.py, _init_override."""
 
@@ -532,7 +536,7 @@ MS_SWIFT = Format(
     title="ms-swift",
     requires=frozenset({"model"}),
     unique=_OWN,
-    without=frozenset({"rlhf_type", "base_model", "model_name_or_path"}),
+    without=frozenset({"rlhf_type", "base_model", "model_name_or_path"}) | MEGATRON_KEYS,
     defaults=DEFAULTS,
     finish=_finish_sft,
     renamed=_RENAMED,
@@ -556,6 +560,7 @@ MS_SWIFT_RLHF = Format(
     title="ms-swift",
     requires=frozenset({"model"}),
     unique=frozenset({"rlhf_type"}),
+    without=MEGATRON_KEYS,
     defaults=RLHF_DEFAULTS,
     finish=_finish_rlhf,
     renamed=_RENAMED,

@@ -50,9 +50,6 @@ class Program:
 
 
 _OTHER_TRL = Program(refusal="of TRL's commands, sft and dpo are read; rewards, kto, orpo and cpo are not planned")
-_MEGATRON_SWIFT = Program(
-    refusal="ms-swift's Megatron flags are not read; write the run as swift sft, or its flags for pretrain_gpt.py"
-)
 _OTHER_MEGATRON = Program(refusal="of Megatron-LM's scripts, pretrain_gpt.py is read")
 
 PROGRAMS: Mapping[str, Program] = {
@@ -65,7 +62,8 @@ PROGRAMS: Mapping[str, Program] = {
     "swift sft": Program("ms-swift"),
     "swift pt": Program("ms-swift-pt"),
     "swift rlhf": Program("ms-swift-rlhf"),
-    **{f"megatron {task}": _MEGATRON_SWIFT for task in ("sft", "pt", "rlhf")},
+    **dict.fromkeys(("megatron sft", "megatron pt"), Program("megatron-swift")),
+    "megatron rlhf": Program(refusal="of ms-swift's Megatron commands, sft and pt are read; write it as swift rlhf"),
     "pretrain_gpt.py": Program("megatron"),
     **dict.fromkeys(("pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py"), _OTHER_MEGATRON),
 }
@@ -287,7 +285,8 @@ def _read_flags(call: _Call, where: str, home: Path) -> list[Entry]:
         *(entry for entry in theirs if entry.name not in names),
         *own,
         *(replace(entry, path=("repeated", *entry.path)) for entry in repeated),
-        *(Entry(("arguments", shorten(word.text)), word.text, where, word.line) for word in others),
+        # As plain text: their keys are not known, let alone their defaults.
+        *(Entry(("arguments", shorten(word.text)), str(word.text), where, word.line) for word in others),
     ]
 
 
@@ -350,7 +349,7 @@ _WITHOUT_WEIGHT = re.compile(
     r"(NCCL|GLOO|UCX|WANDB|SWANLAB|HF|HUGGINGFACE|TRANSFORMERS|DATASETS|MODELSCOPE|TOKENIZERS|TRITON|TORCH_NCCL|OMP|MKL|"
     r"MASTER|NODE|RANK|LD|PYTHON|CUDA_LAUNCH|TORCH_DISTRIBUTED|TORCHELASTIC|LOG|DEBUG|RAY)(_\w+)?"
     r"|PYTORCH(_CUDA)?_ALLOC_CONF|CUDA_DEVICE_(MAX_CONNECTIONS|ORDER)|CUDA_HOME|PATH|\w+_(proxy|PROXY|CACHE|PORT|ADDR|HOME)"
-    r"|LOCAL_RANK|USE_HF|USE_MODELSCOPE_HUB|DISABLE_VERSION_CHECK|FORCE_TORCHRUN|WORLD_SIZE|NVTE_\w+"
+    r"|\w*LOG_LEVEL|LOCAL_RANK|USE_HF|USE_MODELSCOPE_HUB|DISABLE_VERSION_CHECK|FORCE_TORCHRUN|WORLD_SIZE|NVTE_\w+"
 )
 """Variables of logging, loading, starting and communication."""
 

@@ -379,7 +379,8 @@ class _Interpreter:
                         words.append(_join(current))
                     current = None if text else current
                 else:
-                    current = [*(current or []), piece._replace(text=text)]
+                    current = current or []
+                    current.append(piece._replace(text=text))
         return [*words, _join(current)] if current else words
 
     def _substitute(self, part: _Part, depth: int = 0) -> list[_Piece]:

@@ -16,6 +16,7 @@ __all__ = [
     "MEGATRON_BRIDGE",
     "MEGATRON_BRIDGE_PEFT",
     "MEGATRON_BRIDGE_SFT",
+    "MEGATRON_SWIFT",
     "MS_SWIFT",
     "MS_SWIFT_PRETRAIN",
     "MS_SWIFT_RLHF",
@@ -538,5 +539,46 @@ MEGATRON = TrainerDefaults(
     },
     adapter_dropout=0.0,
     adapts={},
+    recomputes=(),
+)
+
+_SWIFT_MEGATRON = "swift/megatron/arguments/megatron_args.py"
+MEGATRON_SWIFT = TrainerDefaults(
+    version="4.6",
+    settings={
+        **{
+            name: MEGATRON_BRIDGE.settings[name]
+            for name in (
+                "precision",
+                "masters",
+                "sharding",
+                "loss_parallel",
+                "chunked_loss",
+                "fused_norm",
+                "fused_gate",
+            )
+        },
+        **{name: _SWIFT[name] for name in ("length", "packing", "train_on", "validation", "lora_rank", "lora_alpha")},
+        **{name: _SWIFT[name] for name in ("lora_dropout", "lora_targets")},
+        "optimizer": Default("adamw_torch_fused", "AdamW as one kernel", _SWIFT_MEGATRON),
+        "learning_rate": Default(1e-4, "a learning rate of 1e-4 (full training: 1e-5)", _SWIFT_MEGATRON),
+        "min_lr": Default(0.0, "that falls to 0", _SWIFT_MEGATRON),
+        "betas": Default((0.9, 0.95), "Adam's betas are 0.9 and 0.95", _SWIFT_MEGATRON),
+        "eps": Default(1e-8, "", _SWIFT_MEGATRON),
+        "weight_decay": Default(0.1, "a weight decay of 0.1", _SWIFT_MEGATRON),
+        "max_grad_norm": Default(1.0, "gradients are clipped at a norm of 1", _SWIFT_MEGATRON),
+        "schedule": Default("cosine", "the learning rate falls as a cosine", _SWIFT_MEGATRON),
+        "warmup_ratio": Default(0.0, "no warmup", _SWIFT_MEGATRON),
+        "seed": Default(42, "", _SWIFT_MEGATRON),
+        "micro_batch": Default(1, "one sequence a micro-batch", _SWIFT_MEGATRON),
+        "global_batch": Default(16, "16 sequences a step", _SWIFT_MEGATRON),
+        "epochs": Default(1.0, "one epoch, if the file states no steps", _SWIFT_MEGATRON),
+        "save_steps": Default(500, "", _SWIFT_MEGATRON),
+        "workers": Default(4, "", _SWIFT_MEGATRON),
+        "checkpointing": Default(False, "nothing is computed again but attention", _SWIFT_MEGATRON),
+        "adapter": Default(None, "all weights are trained", f"{_SWIFT_MEGATRON}, tuner_type"),
+    },
+    adapter_dropout=0.05,
+    adapts={"lora": "all"},
     recomputes=(),
 )

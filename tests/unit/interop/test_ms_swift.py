@@ -186,8 +186,8 @@ def test_pretraining_is_the_commands_or_the_users_word() -> None:
         ("max_pixels: 1003520", "f.yaml:5: max_pixels: 1003520: images and sound are not read from another trainer's"),
         ("task_type: seq_cls", "f.yaml:5: task_type: seq_cls: has a head and a loss of its own"),
         (
-            "tensor_model_parallel_size: 2",
-            "f.yaml:5: tensor_model_parallel_size: 2: is of `megatron sft`, which is not",
+            "tensor_model_parallel_size: 2\nrlhf_type: dpo",
+            "f.yaml:6: rlhf_type: 'dpo': of `megatron rlhf`, which is not",
         ),
         ("val_dataset: x\nmax_length: long", "f.yaml:6: max_length: must be a number, got 'long'"),
         (
@@ -207,7 +207,11 @@ def test_a_mistake_is_one_line(lines: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\nmegatron sft --model x", "f.sh:2: megatron sft: ms-swift's Megatron flags are not read; write the run as"),
+        ("\nmegatron rlhf --model x", "f.sh:2: megatron rlhf: of ms-swift's Megatron commands, sft and pt are read"),
+        (
+            "swift sft --model x --micro_batch_size 2",
+            "f.sh:1: micro_batch_size: 2: is of `megatron sft`, and this file",
+        ),
         ("MAX_PIXELS=1 swift sft --model x --max_steps 1", "f.sh:1: env.MAX_PIXELS: 1: images and sound are not read"),
         ("swift sft --model x --streaming true", "f.sh:1: streaming: a streamed dataset has no known length; add"),
         (
@@ -222,3 +226,53 @@ def test_a_mistake_in_a_script_is_one_line(text: str, message: str) -> None:
         _read_shell(text)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+_MEGATRON = """PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' NPROC_PER_NODE=8 megatron {} \\
+    --model tiny --save_safetensors true --dataset 'owner/rows#500' {} \\
+    --tensor_model_parallel_size 2 --sequence_parallel true --micro_batch_size 2 --global_batch_size 32 \\
+    --recompute_granularity full --recompute_method uniform --recompute_num_layers 1 --train_iters 50 --max_length 64 \\
+    --lr_warmup_fraction 0.05 --min_lr 1e-6 --cross_entropy_loss_fusion true --packing true --no_save_optim true
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "flags", "expected"),
+    [
+        (
+            "sft",
+            "",
+            {
+                "parallel.devices": 8,
+                "batch.size": 32,
+                "techniques.gradient_accumulation.steps": 4,
+                "techniques.tensor_parallel.degree": 2,
+                "techniques.mixed_precision.mode": "bf16_master",
+                "techniques.activation_checkpointing.mode": "full",
+                "techniques.zero1": {},
+                "techniques.lora": None,
+                "optimizer.lr": 1e-5,
+                "schedule.min_lr_ratio": pytest.approx(0.1),
+                "schedule.warmup_ratio": 0.05,
+                "data.train_on": "assistant",
+                "data.packing": "whole",
+            },
+        ),
+        ("pt", "", {"data.train_on": "all"}),
+        ("sft", "--tuner_type lora --lora_rank 4", {"techniques.lora.rank": 4, "optimizer.lr": 1e-4}),
+        ("sft", "--fp8_format hybrid --tensor_model_parallel_size 1", {"techniques.fp8.recipe": "tensorwise"}),
+    ],
+)
+def test_megatrons_flags(task: str, flags: str, expected: dict[str, object]) -> None:
+    text = _MEGATRON.format(task, flags)
+    if "--tensor_model_parallel_size 1" in flags:
+        text = text.replace("--tensor_model_parallel_size 2 --sequence_parallel true ", "")
+    config = _read_shell(text)
+    assert {key: look_up(config, key) for key in expected} == expected
+    assert [key.key for key in config.reading.not_understood] == ["recompute_method", "recompute_num_layers"]
+
+
+def test_a_file_of_megatron_is_recognized_by_its_keys() -> None:
+    config = read("model: tiny\ntuner_type: full\nglobal_batch_size: 4\nmicro_batch_size: 2\ntrain_iters: 5\n")
+    assert config.reading.trainer == "megatron-swift"
+    assert look_up(config, "techniques.gradient_accumulation.steps") == 2
