@@ -65,8 +65,8 @@ def convert(
     file = _choose_file(out, target, source.name)
     written = target.write(source, file.parent if file else Path())
     if written.lost and not partial:
-        ends = f"--partial writes the rest as {target.title}'s file"
-        raise RecipeError("\n".join(f"{item.describe()}; {ends}" for item in written.lost))
+        lines = [item.describe() for item in written.lost]
+        raise RecipeError("\n".join([*lines, "--partial writes the file without these keys, and lists them"]))
     if written.beside and file is None:
         raise RecipeError(
             f"--out: {target.title} needs {', '.join(written.beside)} beside its file; name a folder: --out FOLDER"

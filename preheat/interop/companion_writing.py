@@ -96,10 +96,15 @@ def write_accelerate(recipe: Recipe, folder: Path = Path()) -> Written:
         draft.put("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
     elif settings.sharding:
         draft.say("deepspeed_config.zero_stage", "sharding", value=1)
-    for name, (key, degree) in degrees.items():
+    for name, (key, degree) in degrees.items() if kind != "DEEPSPEED" else ():
         draft.put(f"parallelism_config.parallelism_config_{key}_size", degree)
         if name in _SPLIT:
             draft.agree(name)
+    if kind == "DEEPSPEED":
+        draft.explain("techniques.tensor_parallel", "accelerate has it beside FSDP, not DeepSpeed: use techniques.fsdp")
+        draft.explain(
+            "techniques.context_parallel", "accelerate has it beside FSDP, not DeepSpeed: use techniques.fsdp"
+        )
     draft.put("mixed_precision", settings.precision if settings.precision != "fp32" else "no")
     draft.put("num_machines", max(math.ceil(world / _DEVICES_PER_HOST), 1))
     draft.put("machine_rank", 0)

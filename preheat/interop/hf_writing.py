@@ -103,6 +103,13 @@ def write_schedule(draft: Draft, *, fraction: str = "warmup_steps") -> None:
         draft.say("lr_scheduler_type", "schedule", value=name, always=bool(settings.min_lr_ratio))
         if settings.min_lr_ratio:
             draft.say("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio")
+    elif settings.decay_steps:
+        draft.say("lr_scheduler_type", "schedule", value="warmup_stable_decay")
+        draft.say("lr_scheduler_kwargs.num_decay_steps", "decay_steps")
+        draft.put("lr_scheduler_kwargs.decay_type", "linear")
+        draft.say("lr_scheduler_kwargs.min_lr_ratio", "min_lr_ratio", always=True)
+    elif settings.schedule == "wsd":
+        draft.explain("schedule", "the decay of wsd is a whole number of steps of stop.max_steps, which is not so here")
     elif settings.schedule in names:
         draft.say("lr_scheduler_type", "schedule", value=names[settings.schedule])
     write_warmup(draft, fraction)

@@ -119,8 +119,8 @@ def _write_model(draft: Draft) -> None:
     family = str(config.model_type)
     if family not in _FAMILIES:
         raise RecipeError(
-            f"model.path: {shorten(str(recipe.model.path))}: layers of {family} are not written for Megatron-LM; use one "
-            f"of {', '.join(_FAMILIES)}"
+            f"model.path: {shorten(str(recipe.model.path))}: layers of {family} are not written for Megatron-LM, but "
+            f"those of {', '.join(_FAMILIES)}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
@@ -284,6 +284,7 @@ def _write_parallelism(draft: Draft) -> None:
     for key, name in degrees.items():
         if getattr(settings, name) > 1:
             draft.say(key, name)
+    draft.cover("techniques.tensor_parallel.loss_parallel")  # which it always is
     if settings.sequence_parallel and settings.tensor_parallel > 1:
         draft.say("sequence-parallel", "sequence_parallel")
     if settings.sharding == "optimizer":
@@ -306,8 +307,8 @@ def _write_saving(draft: Draft) -> None:
     steps = settings.max_steps or 1
     draft.say("seed", "seed", always=True)
     draft.put("save", f"runs/{settings.name}")
-    draft.say("save-interval", "save_steps", value=settings.save_steps or steps)
+    draft.say("save-interval", "save_steps", value=settings.save_steps or steps, always=True)
     draft.agree("save_limit")
-    draft.say("eval-interval", "eval_steps", value=settings.eval_steps or steps)
+    draft.say("eval-interval", "eval_steps", value=settings.eval_steps or steps, always=True)
     draft.put("eval-iters", 10 if settings.validation else 0)
     draft.put("log-interval", 10)

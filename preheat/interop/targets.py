@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import yaml
+
 from preheat.interop.axolotl import AXOLOTL
 from preheat.interop.companion_writing import (
     ACCELERATE_VERSION,
@@ -22,7 +24,6 @@ from preheat.interop.ms_swift_writing import write_ms_swift
 from preheat.interop.reading import Format
 from preheat.interop.trl import TRL
 from preheat.interop.writing import Write, Written
-from preheat.recipe.yaml_io import write as write_yaml
 
 __all__ = ["TARGETS", "Target", "render"]
 
@@ -76,4 +77,7 @@ def render(target: Target, written: Written, head: Sequence[str] = ()) -> str:
     if target.form == "json":
         return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     comment = "".join(f"# {line}\n" for line in head)
-    return render_script(values, comment) if target.form == "script" else comment + write_yaml(values)
+    if target.form == "script":
+        return render_script(values, comment)
+    # By YAML 1.1, which these trainers read: there 1e-6 is text, and 1.0e-06 a number.
+    return comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)

@@ -33,7 +33,6 @@ _OWN_SECTIONS = ("tracking", "sample", "hardware", "evaluate", "checkpoint")
 _OWN_KEYS = ("data.preflight", "data.prefetch", "data.workers", "parallel.timeout", "techniques.gradient_accumulation")
 _SPLIT = frozenset({Stage.SHARD, Stage.PARALLEL, Stage.PIPELINE_SPLIT})
 _FASTER = frozenset({Tag.FUSED_OPERATORS, Tag.FUSED_LAYERS})
-OWN = "preheat's own; the trainer's keys for it are not written"
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,10 @@ class Draft:
         self._values: dict[str, Any] = {}
         self._defaults: set[str] = set()
         self._covered: set[str] = set()
-        self._why: dict[str, str] = {}
+        self._why = dict.fromkeys(
+            _OWN_SECTIONS, "has no effect on the trained weights; the trainer has keys of its own"
+        )
+        self._why["batch.size"] = "no whole micro-batch makes it on these devices with this accumulation"
         self._refused: list[LeftOut] = []
         if not companion:
             self._check_task(checkpoint)
