@@ -320,7 +320,7 @@ def write_axolotl(recipe: Recipe, folder: Path = Path()) -> Written:
     draft.explain("techniques.mixed_precision.mode", "axolotl keeps trained weights in bf16: mode: bf16_pure")
     _write_memory(draft)
     _write_devices(draft)
-    write_saving(draft)
+    write_saving(draft, switches=True)
     draft.start.append("axolotl train {file}" + (f"   (on {settings.world} devices)" if settings.world > 1 else ""))
     return draft.finish()
 
@@ -349,11 +349,16 @@ _COLUMNS |= {"rejected": "field_rejected", "prompt": "field_prompt"}
 def _write_data(draft: Draft) -> None:
     settings = draft.settings
     pairs = [_write_source(draft, source) for source in settings.sources]
-    # Text that is streamed is split at the ends of sequences.
-    texts = settings.streaming and settings.max_steps and {s.get("layout") for s in settings.sources} == {"text"}
-    draft.put(
-        "pretraining_dataset" if texts and not settings.validation else "datasets", [theirs for theirs, _ in pairs]
-    )
+    layouts = {str(source.get("layout", "auto")) for source in settings.sources}
+    # Streamed text is split at the ends of sequences.
+    if settings.streaming and settings.max_steps and not settings.validation and layouts == {"text"}:
+        for theirs, _ in pairs:
+            theirs["type"] = "pretrain"
+            if "field" in theirs:
+                theirs["text_column"] = theirs.pop("field")
+        draft.put("pretraining_dataset", [theirs for theirs, _ in pairs])
+    else:
+        draft.put("datasets", [theirs for theirs, _ in pairs])
     draft.said.sources = [said for _, said in pairs]
     if settings.streaming:
         draft.say("streaming", "streaming")
@@ -361,7 +366,6 @@ def _write_data(draft: Draft) -> None:
         names = {ours: theirs for theirs, ours in _TEMPLATES.items()}
         if settings.template in names:
             draft.say("chat_template", "template", value=names[settings.template])
-    layouts = {str(source.get("layout", "auto")) for source in settings.sources}
     if settings.train_on == "all" and not layouts <= {"text", "preference"}:
         draft.say("train_on_inputs", "train_on", value=True)
     if isinstance(settings.validation, float):
@@ -379,6 +383,7 @@ def _write_source(draft: Draft, source: Mapping[str, object]) -> tuple[dict[str,
     said = {key: source[key] for key in ("source", "layout") if key in source}
     if draft.settings.preference and layout == "preference":
         theirs["type"] = "chat_template.default"
+        draft.note("chat_template.default reads the prompt as a list `messages`, and both answers as one message each")
     elif layout in _TYPES and not draft.settings.preference:
         theirs["type"] = _TYPES[layout]
     else:

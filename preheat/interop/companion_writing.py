@@ -96,15 +96,13 @@ def write_accelerate(recipe: Recipe, folder: Path = Path()) -> Written:
         draft.put("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
     elif settings.sharding:
         draft.say("deepspeed_config.zero_stage", "sharding", value=1)
-    for name, (key, degree) in degrees.items() if kind != "DEEPSPEED" else ():
+    for name, (key, degree) in degrees.items() if fsdp else ():  # accelerate has them beside FSDP only
         draft.put(f"parallelism_config.parallelism_config_{key}_size", degree)
         if name in _SPLIT:
             draft.agree(name)
-    if kind == "DEEPSPEED":
-        draft.explain("techniques.tensor_parallel", "accelerate has it beside FSDP, not DeepSpeed: use techniques.fsdp")
-        draft.explain(
-            "techniques.context_parallel", "accelerate has it beside FSDP, not DeepSpeed: use techniques.fsdp"
-        )
+    if not fsdp:
+        for name in ("tensor_parallel", "context_parallel"):
+            draft.explain(f"techniques.{name}", "accelerate has it beside FSDP only: add techniques.fsdp")
     draft.put("mixed_precision", settings.precision if settings.precision != "fp32" else "no")
     draft.put("num_machines", max(math.ceil(world / _DEVICES_PER_HOST), 1))
     draft.put("machine_rank", 0)

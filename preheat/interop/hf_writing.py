@@ -145,8 +145,12 @@ def write_precision(draft: Draft, pure: tuple[str, object] | None) -> None:
             draft.agree("half_weights")
 
 
-def write_saving(draft: Draft) -> None:
-    """Writes how often the run is saved and evaluated, and who follows it."""
+def write_saving(draft: Draft, *, switches: bool = False) -> None:
+    """Writes how often the run is saved and evaluated, and who follows it.
+
+    Args:
+        switches: trackers are switched on one by one (`use_wandb: true`), not by `report_to`.
+    """
     settings, recipe = draft.settings, draft.recipe
     draft.put("output_dir", f"runs/{settings.name}")
     if settings.save_steps:
@@ -163,7 +167,11 @@ def write_saving(draft: Draft) -> None:
         else:
             draft.put("eval_strategy", "epoch")  # also at the end of a run that is shorter than one
     trackers = [name for name in recipe.tracking.to if name in _TRACKERS]
-    draft.put("report_to", trackers or "none")
+    if switches:
+        for name in trackers:
+            draft.put(f"use_{name}", True)
+    else:
+        draft.put("report_to", trackers or "none")
     if trackers == list(recipe.tracking.to):
         draft.cover("tracking.to")
     if settings.workers:

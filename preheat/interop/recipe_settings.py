@@ -50,33 +50,34 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
 
 
 def _resolve_data(data: Data) -> Data:
+    parts = [part for part, _ in data.parts()]
+    found = [_recognize_rows(part) for part in parts]
     if isinstance(data.source, str):
-        data = replace(data, layout=_find_layout(data))
+        data = replace(data, **found[0])
     else:
-        listed = [dict(part) if isinstance(part, Mapping) else {"source": part} for part in data.source]
-        layouts = [_find_layout(part) for part, _ in data.parts()]
-        source = tuple(
-            item if layout == part.layout else item | {"layout": layout}
-            for item, layout, (part, _) in zip(listed, layouts, data.parts(), strict=True)
-        )
-        data = replace(data, source=source)
-    if data.packing == "auto":
-        layouts = [part.layout for part, _ in data.parts()]
-        if "auto" not in layouts:
-            data = replace(data, packing="stream" if set(layouts) == {"text"} else "whole")
+        listed = [dict(item) if isinstance(item, Mapping) else {"source": item} for item in data.source]
+        data = replace(data, source=tuple(item | keys for item, keys in zip(listed, found, strict=True)))
+    layouts = {part.layout for part, _ in data.parts()}
+    if data.packing == "auto" and "auto" not in layouts:
+        data = replace(data, packing="stream" if layouts == {"text"} else "whole")
     return data
 
 
-def _find_layout(data: Data) -> Any:
+def _recognize_rows(data: Data) -> dict[str, Any]:
+    """Returns the layout and the columns of a source, if it states none and its rows tell them."""
     if data.layout != "auto":
-        return data.layout
+        return {}
     if data.prompt is not None:
-        return "prompt"
+        return {"layout": "prompt"}
     if not isinstance(data.source, str) or not Path(data.source).exists():
-        return "auto"
+        return {}
     from preheat.data.sources import open_source  # imports transformers
 
-    return open_source(data).layout.kind
+    layout = open_source(data).layout
+    if layout.strange:  # the first row has none of the known fields
+        return {}
+    columns = {field: name for field, name in layout.columns.items() if field != name and field != "text"}
+    return {"layout": layout.kind} | ({"columns": columns} if columns else {})
 
 
 def read_recipe(recipe: Recipe) -> Settings:

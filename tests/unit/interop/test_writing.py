@@ -171,6 +171,8 @@ def test_a_file_of_rows_tells_their_layout(tmp_path: Path) -> None:
     file.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
     recipe = parse(LORA.replace("me/rows, layout: messages", str(file)))
     assert write(recipe, "axolotl")[0].values["datasets"] == [{"path": str(file), "ds_type": "json", "type": "alpaca"}]
+    file.write_text('{"x": 1}\n')
+    assert [item.key for item in write(recipe, "axolotl")[0].lost] == ["data.layout"]
     unknown = parse(LORA.replace(", layout: messages", ""))
     assert [item.key for item in write(unknown, "axolotl")[0].lost] == ["data.layout"]
     assert write(unknown, "trl")[0].lost == ()  # which recognizes rows itself
