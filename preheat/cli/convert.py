@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -71,7 +72,8 @@ def convert(
         raise RecipeError(
             f"--out: {target.title} needs {', '.join(written.beside)} beside its file; name a folder: --out FOLDER"
         )
-    start = [line.format(file=file or target.file.format(name=source.name)) for line in written.start]
+    name = str(file or target.file.format(name=source.name))
+    start = [line.replace("{file}", shlex.quote(name)) for line in written.start]
     text = _write(target, written, start, file)
     if json:
         emit(_describe(target, written, start, file) | ({} if file else {"text": text}))

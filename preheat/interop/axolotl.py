@@ -388,7 +388,7 @@ def _write_source(draft: Draft, source: Mapping[str, object]) -> tuple[dict[str,
         theirs["type"] = _TYPES[layout]
     else:
         known = "preference" if draft.settings.preference else ", ".join(_TYPES)
-        draft.refuse("data.layout", layout, f"axolotl needs the rows' format: write one of {known}, which it reads")
+        draft.refuse_layout(source, f"axolotl needs the rows' format: write one of {known}, which it reads")
     if layout == "sharegpt":
         theirs["field_messages"] = "conversations"
         theirs["message_property_mappings"] = {"role": "from", "content": "value"}

@@ -191,7 +191,8 @@ def _read_dataset(name: object, info: Mapping[str, object], file: Path, entry: E
         by_role = tags.get("role_tag", "from") == "role" or facts.get("formatting") == "openai"
         layout, roles = ("messages", {"messages": "messages"}) if by_role else ("sharegpt", {})
     elif set(columns) == {"prompt"}:  # text to continue, for stage pt
-        return source | {"layout": "text", "text": str(columns["prompt"])}
+        layout, roles = "text", {}
+        source["text"] = str(columns["prompt"])
     else:
         layout, roles = "alpaca", {}
     theirs = {"instruction": "prompt", "input": "query", "output": "response", "conversations": "messages"}
@@ -365,13 +366,12 @@ def _write_source(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Returns what `dataset_info.json` says of a source, and what of the source it says."""
     name, layout = str(source["source"]), str(source.get("layout", "auto"))
-    facts: dict[str, object] = {"file_name": os.path.relpath(name, folder)} if is_file(name) else {"hf_hub_url": name}
+    file = name if os.path.isabs(name) else os.path.relpath(name, folder)
+    facts: dict[str, object] = {"file_name": file} if is_file(name) else {"hf_hub_url": name}
     said = {key: source[key] for key in ("source", "layout") if key in source}
     if layout not in _FACTS or (layout == "preference") != bool(draft.settings.preference):
         known = "preference" if draft.settings.preference else ", ".join(key for key in _FACTS if key != "preference")
-        draft.refuse(
-            "data.layout", layout, f"LLaMA-Factory needs the rows' format: write one of {known}, which it reads"
-        )
+        draft.refuse_layout(source, f"LLaMA-Factory needs the rows' format: write one of {known}, which it reads")
         return facts, said
     facts |= json.loads(json.dumps(_FACTS[layout]))
     columns, names = source.get("columns", {}), facts["columns"]

@@ -151,7 +151,7 @@ def _write_data(draft: Draft, command: str) -> None:
     for source in settings.sources:
         layout = str(source.get("layout", "auto"))
         if layout not in _READABLE:
-            draft.refuse("data.layout", layout, f"ms-swift reads {', '.join(_READABLE[1:])}")
+            draft.refuse_layout(source, f"ms-swift reads {', '.join(_READABLE[1:])}")
         kept: dict[str, object] = {key: source[key] for key in ("source", "layout", "limit") if key in source}
         name = str(source["source"])
         if not is_file(name) and "subset" in source:

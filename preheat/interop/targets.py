@@ -24,6 +24,7 @@ from preheat.interop.ms_swift_writing import write_ms_swift
 from preheat.interop.reading import Format
 from preheat.interop.trl import TRL
 from preheat.interop.writing import Write, Written
+from preheat.sanitize import escape_control_characters
 
 __all__ = ["TARGETS", "Target", "render"]
 
@@ -76,7 +77,8 @@ def render(target: Target, written: Written, head: Sequence[str] = ()) -> str:
     values = written.brief()
     if target.form == "json":
         return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    comment = "".join(f"# {line}\n" for line in head)
+    # A line break of a name would end the comment, and begin a command of a script.
+    comment = "".join(f"# {' '.join(escape_control_characters(line).split())}\n" for line in head)
     if target.form == "script":
         return render_script(values, comment)
     # By YAML 1.1, which these trainers read: there 1e-6 is text, and 1.0e-06 a number.

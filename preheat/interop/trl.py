@@ -387,12 +387,11 @@ def _write_data(draft: Draft) -> None:
                 if settings.preference
                 else "messages, conversations, prompt and completion, or text"
             )
-            draft.refuse("data.layout", layout, f"TRL reads rows with {rows}")
+            draft.refuse_layout(source, f"TRL reads rows with {rows}")
         said.append(kept)
     draft.put("datasets", listed)
-    texts = {str(source.get("text", "text")) for source in settings.sources}
-    if len(texts) == 1 and not settings.preference:
-        text = texts.pop()
+    if not settings.preference:  # one column for all datasets
+        text = str(settings.sources[0].get("text", "text"))
         stated = {source.get("layout") for source in settings.sources} == {"text"}
         draft.put("dataset_text_field", text, default=text == "text" and not stated)
         for source in said:

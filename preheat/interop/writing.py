@@ -10,8 +10,10 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import normpath
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -244,6 +246,11 @@ class Draft:
         """Adds a note for the user."""
         self._notes.append(text)
 
+    def refuse_layout(self, source: Mapping[str, object], why: str) -> None:
+        """Leaves the layout of one source of the data out."""
+        several, number = len(self.settings.sources) > 1, self.settings.sources.index(dict(source))
+        self.refuse(f"data.source.{number}.layout" if several else "data.layout", source.get("layout", "auto"), why)
+
     def refuse(self, key: str, value: object, why: str) -> None:
         """Leaves a key of the recipe out."""
         self._refused.append(LeftOut(key, value, why, same_result=False))
@@ -277,7 +284,7 @@ class Draft:
         )
 
     def _find_reason(self, key: str) -> str | None:
-        steps = key.split(".")
+        steps = re.sub(r"^data\.source\.\d+\.", "data.", key).split(".")
         names = [".".join(steps[:n]) for n in range(len(steps), 0, -1)]
         return next((self._why[name] for name in names if name in self._why), None)
 
@@ -395,7 +402,12 @@ def _compare_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterato
                 continue
             if key == "layout" and their_part.layout == "auto":
                 continue  # recognized by the rows' fields
-            if not _is_alike(value, getattr(their_part, key)):
+            other_value = getattr(their_part, key)
+            if key == "source" and isinstance(value, str) and isinstance(other_value, str):
+                value, other_value = normpath(value), normpath(other_value)
+            if key in ("prompt", "completion") and value == key and other_value is None:
+                continue  # its own name
+            if not _is_alike(value, other_value):
                 yield f"{name}.{key}", value
         if weight != their_weight:
             yield f"{name}.weight", weight

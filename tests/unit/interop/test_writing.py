@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +155,13 @@ def test_what_is_only_faster_is_told_from_what_is_lost() -> None:
         "sample.prompts": True,
     }
     assert [item.describe() for item in written.lost] == ['techniques.lora.variant: "pissa": TRL has no key for it']
+
+
+def test_each_source_is_accounted_for() -> None:
+    rows = "[{source: a, layout: messages}, {source: b, layout: classes}, {source: ./c.json, layout: alpaca, limit: 5}]"
+    recipe = parse(LORA.replace("source: me/rows, layout: messages", f"source: {rows}"))
+    assert [item.key for item in write(recipe, "axolotl")[0].lost] == ["data.source.1.layout", "data.source.2.limit"]
+    assert [item.key for item in write(recipe, "llamafactory")[0].lost] == ["data.source.1.layout"]
 
 
 def test_defaults_of_both_are_left_out_and_known() -> None:
@@ -318,6 +326,16 @@ def test_megatron() -> None:
     written, text = write(parse(NEW.replace(sizes, "model: {path: Qwen/Qwen3-0.6B}\n")), "megatron")
     assert [item.key for item in written.lost] == ["model.weights"]
     assert "--num-layers 28 " in text
+
+
+def test_names_stay_within_their_word_and_comment() -> None:
+    name = "a\\nrm -rf {b} $(c).jsonl"
+    written, _ = write(parse(NEW.replace("texts.jsonl", f'"{name}"')), "megatron")
+    text = render(TARGETS["megatron"], written, written.start)
+    comment, _, command = text.removeprefix("#!/bin/bash\n").partition("set -euo pipefail\n")
+    assert {line[:2] for line in comment.splitlines()} == {"# "}
+    words = shlex.split(command)
+    assert words[words.index("--data-path") + 1] == "data/a\nrm -rf {b} $(c)_text_document"
 
 
 ACCELERATE = """\
