@@ -317,6 +317,7 @@ def write_axolotl(recipe: Recipe, folder: Path = Path()) -> Written:
     else:
         write_schedule(draft, fraction="warmup_ratio")
     write_precision(draft, None)
+    draft.explain("techniques.mixed_precision.frozen", "axolotl keeps a frozen base in half precision: frozen: auto")
     draft.explain("techniques.mixed_precision.mode", "axolotl keeps trained weights in bf16: mode: bf16_pure")
     _write_memory(draft)
     _write_devices(draft)

@@ -292,6 +292,9 @@ def write_llama_factory(recipe: Recipe, folder: Path = Path()) -> Written:
         draft.say("use_apollo", "apollo")
     write_schedule(draft)
     write_precision(draft, ("pure_bf16", True))
+    draft.explain(
+        "techniques.mixed_precision.frozen", "LLaMA-Factory keeps a frozen base in half precision: frozen: auto"
+    )
     draft.say("disable_gradient_checkpointing", "checkpointing", value=not settings.checkpointing)
     if not settings.attention:
         draft.say("flash_attn", "attention", value="disabled")

@@ -78,6 +78,7 @@ def write_ms_swift(recipe: Recipe, folder: Path = Path()) -> Written:
     _write_adapter(draft)
     _write_data(draft, command)
     _write_precision(draft)
+    draft.explain("techniques.mixed_precision.frozen", "ms-swift keeps a frozen base in half precision: frozen: auto")
     draft.say("max_length", "length", always=True)
     write_batch(draft)
     draft.agree("pairs")

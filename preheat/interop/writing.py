@@ -17,7 +17,7 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any, Protocol
 
-from preheat.core import Slot, Stage, Tag, registry
+from preheat.core import Slot, Stage, Tag, Technique, registry
 from preheat.core.schema import Data
 from preheat.errors import RecipeError
 from preheat.interop.recipe_settings import SOURCE_KEYS, read_recipe, resolve_recipe
@@ -191,12 +191,11 @@ class Draft:
 
     def _check_devices(self) -> None:
         recipe, settings = self.recipe, self.settings
-        splits = [name for name, technique in recipe.techniques.items() if type(technique).stage in _SPLIT]
-        splits = [name for name in splits if name != "preference"]
+        splits = [name for name, technique in recipe.techniques.items() if _splits_work(type(technique))]
         if splits and settings.world == 1:
             raise RecipeError(
-                f"parallel.devices: {recipe.parallel.devices or 'null'}: {self.title} states the batch of one device, "
-                f"and techniques.{splits[0]} is for several; add --set parallel.devices=N"
+                f"parallel.devices: {recipe.parallel.devices or 'null'}: {self.title}'s file is for a number of "
+                f"devices, and techniques.{splits[0]} for several; add --set parallel.devices=N"
             )
 
     def put(self, key: str, value: object, *, default: bool = False) -> None:
@@ -297,6 +296,11 @@ def _plain_settings() -> Settings:
     return settings
 
 
+def _splits_work(technique: type[Technique]) -> bool:
+    """Returns True for a technique that splits the work across devices; preferences have the same stage."""
+    return technique.stage in _SPLIT and technique.numerics == "exact"
+
+
 def _keeps_result(key: str) -> bool:
     """Returns True if a run without a key of the recipe has the same losses but for rounding."""
     section, _, rest = key.partition(".")
@@ -305,7 +309,7 @@ def _keeps_result(key: str) -> bool:
     if section != "techniques":
         return False
     technique = registry()[rest.partition(".")[0]]
-    if technique.stage in _SPLIT and technique.numerics == "exact":
+    if _splits_work(technique):
         # How the work is split across devices decides which of them it fits; its settings only how fast it is.
         return "." in rest and not rest.endswith(".degree")
     exact = technique.numerics == "exact" and Slot.OPTIMIZER not in technique.owns

@@ -91,7 +91,7 @@ def test_what_a_file_cannot_say_is_refused_or_listed(preheat: Command) -> None:
         (("mine.yaml", "--to", "megatron"), "data.layout: messages: Megatron-LM's pretrain_gpt.py reads plain text"),
         (
             ("mine.yaml", "--to", "trl", "--set", "techniques.fsdp={}"),
-            "parallel.devices: null: TRL states the batch of",
+            "parallel.devices: null: TRL's file is for a",
         ),
         (
             ("mine.yaml", "--to", "trl", "--deepspeed", "d.json"),

@@ -393,9 +393,9 @@ def test_files_beside_a_trainers(tmp_path: Path) -> None:
             "trl",
             "{devices: 4}",
             "{}",
-            "parallel.devices: null: TRL states the batch of one device, and techniques.fsdp",
+            "parallel.devices: null: TRL's file is for a number of devices, and techniques.fsdp",
         ),
-        ("accelerate", "{devices: 4}", "{}", "parallel.devices: null: accelerate states"),
+        ("accelerate", "{devices: 4}", "{}", "parallel.devices: null: accelerate's file is for"),
         ("megatron", "seed: 7", "seed: 7", "data.layout: messages: Megatron-LM's pretrain_gpt.py reads plain text"),
         (
             "ms-swift",
