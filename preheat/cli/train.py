@@ -398,8 +398,8 @@ def train(
             metavar="RECIPE",
             help=(
                 "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration or script "
-                "(.py, .sh) of another trainer: axolotl, LLaMA-Factory, TRL, ms-swift, torchtitan, Megatron-LM, ...; with "
-                "--resume also the URL of a run."
+                "(.py, .sh) of another trainer: axolotl, LLaMA-Factory, TRL, ms-swift, torchtitan, Megatron-LM, ...; "
+                "with --resume also the URL of a run."
             ),
         ),
     ],

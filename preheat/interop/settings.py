@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from preheat.core.schema import Schedule
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -30,6 +32,7 @@ class Settings:
         family: architecture of a model that the file describes by its sizes, in place of naming one.
         architecture: sizes of the model, as transformers' configurations spell them.
         global_batch: sequences per step of all devices, if the file states them; accumulation follows from them.
+        decay_steps: with schedule wsd, the steps at the end in which the rate falls.
         min_lr: the schedule's final rate, if the file states the rate in place of its ratio.
         deferred_reduction: with sharding, gradients stay whole until the last micro-batch.
         masters: weights are in half precision, with fp32 copies in the optimizer.
@@ -80,6 +83,7 @@ class Settings:
     min_lr_ratio: float = 0.0
     min_lr: float | None = None
     decay_ratio: float | None = None
+    decay_steps: int | None = None
     epochs: float | None = None
     max_steps: int | None = None
     eval_steps: int | None = None
@@ -199,6 +203,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "warmup_ratio": ("schedule.warmup_ratio",),
     "warmup_steps": ("schedule.warmup_ratio",),
     "min_lr_ratio": ("schedule.min_lr_ratio",),
+    "apollo": ("techniques.apollo",),
+    "decay_steps": ("schedule.decay_ratio",),
     "min_lr": ("schedule.min_lr_ratio",),
     "decay_ratio": ("schedule.decay_ratio",),
     "epochs": ("stop.epochs",),
@@ -341,6 +347,13 @@ def _build_data(settings: Settings) -> JsonObject:
     return data
 
 
+def _find_decay_ratio(settings: Settings, longest: float) -> float:
+    """Returns the fraction of the run in which a wsd schedule's rate falls; by default after the warmup, `longest`."""
+    if settings.decay_steps is not None:
+        return settings.decay_steps / settings.max_steps if settings.max_steps else Schedule.decay_ratio
+    return longest if settings.decay_ratio is None else settings.decay_ratio
+
+
 def _build_schedule(settings: Settings) -> JsonObject:
     warmup = settings.warmup_ratio
     if settings.warmup_steps is not None and settings.max_steps:
@@ -351,8 +364,8 @@ def _build_schedule(settings: Settings) -> JsonObject:
     if settings.min_lr is not None and settings.learning_rate:
         floor = min(settings.min_lr / settings.learning_rate, 0.999)
     if settings.schedule == "wsd":
-        decay = 1 - warmup if settings.decay_ratio is None else min(settings.decay_ratio, 1 - warmup)
-        return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": decay, "min_lr_ratio": floor}
+        decay = _find_decay_ratio(settings, 1 - warmup)
+        return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": min(decay, 1 - warmup), "min_lr_ratio": floor}
     if settings.schedule == "linear":  # from the end of the warmup to the end of the run
         return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": 1 - warmup, "min_lr_ratio": 0.0}
     return {"kind": "cosine", "warmup_ratio": warmup, "min_lr_ratio": floor}

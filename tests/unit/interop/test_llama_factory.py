@@ -94,7 +94,10 @@ def test_deepspeed_is_read_from_its_file(tmp_path: Path) -> None:
             {"file_name": "a.json", "columns": {"prompt": "q", "response": "a"}},
             {"columns": {"instruction": "q", "output": "a"}},
         ),
-        ({"file_name": "a.json", "columns": {"prompt": "text"}}, {"layout": "text", "text": "text"}),
+        (
+            {"file_name": "a.json", "columns": {"prompt": "body"}, "subset": "small"},
+            {"layout": "text", "text": "body", "subset": "small"},
+        ),
         (
             {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
             {"layout": "sharegpt", "columns": {"conversations": "talk"}},
