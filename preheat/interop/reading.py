@@ -26,6 +26,7 @@ from preheat.core.config_reading import (
 from preheat.errors import RecipeError
 from preheat.interop.deepspeed import find_file
 from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
+from preheat.interop.notebook import Cell, find_cell, read_notebook
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
 from preheat.interop.trainer_defaults import Default, TrainerDefaults
@@ -41,7 +42,7 @@ __all__ = ["ForeignConfig", "Format", "find_format", "read_config"]
 _log = logging.getLogger("preheat.interop")  # shown by the command line
 
 _RECIPE_ONLY = ("batch", "data", "stop", "techniques")
-"""Sections that only a recipe has: a file with one of them is a recipe, whatever else is in it."""
+"""Sections that only a recipe has: a file with one of them is a recipe, unless a format has it too (`sections`)."""
 
 _CLASS = "class_path"
 """With this key, a section names a Python class, as in files of jsonargparse: no recipe does."""
@@ -63,6 +64,7 @@ class Format:
         defaults: what the trainer does that the file leaves out.
         table: dotted key -> handler; an item of a list is a `*`, and a `*` at the end stands for any key.
         without: a file with one of these keys is not of the format.
+        sections: sections that recipes have too.
         general: other trainers' files have its keys too: it is meant only if no other format is.
         variants: top-level key of the file -> defaults that hold in its presence.
         renamed: old key -> the key that replaced it, which handles it.
@@ -77,6 +79,7 @@ class Format:
     defaults: TrainerDefaults
     table: Mapping[str, Handler]
     without: frozenset[str] = frozenset()
+    sections: frozenset[str] = frozenset()
     general: bool = False
     variants: Mapping[str, Mapping[str, Default]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -124,18 +127,24 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     """
     if name is not None:
         return formats[name]
-    values, lines = _parse(text, where)
-    if not isinstance(values, Mapping) or any(_is_section(values.get(key)) for key in _RECIPE_ONLY):
+    source = _parse(text, where)
+    values, lines = source.values, source.lines
+    if not isinstance(values, Mapping):
         return None
-    candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
+    own = {key for key in _RECIPE_ONLY if _is_section(values.get(key))}
+    known = [format for format in formats.values() if own <= format.sections]
+    candidates = [(format, key) for format in known if (key := format.find_own_key(values)) is not None]
     candidates = [pair for pair in candidates if not pair[0].general] or candidates
+    if own and not candidates:
+        return None
     if len(candidates) > 1:
         (first, key), (second, other) = sorted(candidates[:2], key=lambda pair: lines[(pair[1],)])
+        (file, line), (_, before) = source.find_place(lines[(other,)]), source.find_place(lines[(key,)])
         raise RecipeError(
-            f"{where}:{lines[(other,)]}: {other}: is a key of {second.title}, and {key} (line {lines[(key,)]}) of "
+            f"{file}:{line}: {other}: is a key of {second.title}, and {key} (line {before}) of "
             f"{first.title}; leave one format out, or name it: --from {first.name}"
         )
-    if not candidates and where.endswith(".py"):
+    if not candidates and where.endswith(_SCRIPTS):
         raise RecipeError(
             f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, which preheat reads from a script "
             "without running it"
@@ -145,9 +154,39 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     return candidates[0][0] if candidates else None
 
 
-def _parse(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Returns the values of a YAML or JSON file, or of the calls of a script, with the line of each key."""
-    return read_script(text, where) if where.endswith(".py") else compose(text, where)
+_SCRIPTS = (".py", ".ipynb")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The values of a file, with the line of each key; in a notebook, the line of its joined cells."""
+
+    where: str
+    values: Any
+    lines: Mapping[tuple[str, ...], int]
+    cells: Sequence[Cell] = ()
+
+    def find_place(self, line: int) -> tuple[str, int]:
+        """Returns the file of a line and its number there; of a notebook, the cell too."""
+        if not self.cells:
+            return self.where, line
+        number, line = find_cell(self.cells, line)
+        return f"{self.where}:cell {number}", line
+
+    def list_entries(self) -> list[Entry]:
+        """Returns the keys with a value of their own, each with its place."""
+        entries = list(iterate_entries(self.values, self.lines, self.where))
+        if not self.cells:
+            return entries
+        places = [self.find_place(entry.line) for entry in entries]
+        return [replace(entry, where=where, line=line) for entry, (where, line) in zip(entries, places, strict=True)]
+
+
+def _parse(text: str, where: str) -> _Source:
+    """Returns the values of a YAML or JSON file, or of the calls of a script or notebook."""
+    if where.endswith(".ipynb"):
+        return _Source(where, *read_notebook(text, where))
+    return _Source(where, *(read_script(text, where) if where.endswith(".py") else compose(text, where)))
 
 
 def _is_section(value: object) -> bool:
@@ -202,14 +241,15 @@ def read_config(
             file, line and key.
     """
     where = where or str(file)
-    values, lines = _parse(text, where)
+    source = _parse(text, where)
+    values = source.values
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
     defaults = format.choose_defaults(values)
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
     settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
-    entries = list(iterate_entries(values, lines, where))
+    entries = source.list_entries()
     entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
     outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
@@ -266,18 +306,25 @@ def _read_companion(file: Path, section: str) -> list[Entry]:
     return [replace(entry, path=(section, *entry.path)) for entry in iterate_entries(values, lines, where)]
 
 
+_REPEATED = re.compile(r"#\d+")
+"""Marks the second call of a name in a script, and those after it."""
+
+
 def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffect | Assumed:
     key = ".".join("*" if step.isdigit() else step for step in entry.path)
     if entry.value is None:
         return NoEffect("null: the trainer's default")
     if key in format.removed:
         raise entry.error(f"{format.title} {format.defaults.version} has no such key; {format.removed[key]}")
-    renamed = format.renamed.get(key)
-    handler = format.table.get(renamed or key) or _find_pattern(format.table, key)
+    first, repeated = _REPEATED.sub("", key), bool(_REPEATED.search(key))
+    renamed = format.renamed.get(first)
+    handler = format.table.get(renamed or first) or _find_pattern(format.table, first)
     if isinstance(entry.value, Reference):
         return NoEffect(f"the call of {entry.value} is read")
     if isinstance(entry.value, Computed) and not isinstance(handler, Ignore):
         return Assumed("the script computes it, and is not run; the trainer's default is taken")
+    if repeated and not isinstance(handler, Ignore):
+        return Assumed(f"the first call of {_REPEATED.sub('', entry.path[0])} is the run's")
     if handler:
         outcome = handler(settings, entry)
         if renamed and isinstance(outcome, Takes):
@@ -363,10 +410,11 @@ def _describe_assumptions(settings: Settings) -> list[str]:
         notes.append("offloading is planned with sharded weights on several devices only: the device keeps all states")
     if settings.packing:
         return notes
+    rows = "batches have no padding and rows are not packed" if settings.padding_free else "rows are padded, not packed"
     return [
         *notes,
-        f"rows are padded, not packed: every one is planned at the full {settings.length:,} tokens, so shorter ones "
-        "take less memory and time",
+        f"{rows}: every one is planned at the full {settings.length:,} tokens, so shorter ones take less memory "
+        "and time",
     ]
 
 

@@ -306,10 +306,6 @@ CALLS: Mapping[str, Handler] = {
     "prepare_model_for_kbit_training.model": ignore(_OBJECT),
     "prepare_model_for_kbit_training.use_gradient_checkpointing": switch("checkpointing"),
     "prepare_model_for_kbit_training.gradient_checkpointing_kwargs": COMMON["gradient_checkpointing_kwargs.*"],
-    **{
-        f"{name}#2.*": assume(f"the first call of {name} is the run's")
-        for name in ("TrainingArguments", "SFTConfig", "DPOConfig", "Trainer", "SFTTrainer", "DPOTrainer", _LOADED)
-    },
 }
 """Arguments of a script's calls."""
 

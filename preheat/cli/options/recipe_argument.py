@@ -97,15 +97,17 @@ def read_foreign_config(
 
 
 def _read_script(what: str) -> tuple[str, str] | None:
-    """Returns the text of a Python script, and its name in errors; None if `what` is none."""
-    from preheat.recipe.yaml_io import read_text
+    """Returns the text of a Python script or notebook, and its name in errors; None if `what` is none."""
+    from preheat.recipe.yaml_io import LARGEST_FILE, read_text
     from preheat.sanitize import shorten
 
     file = Path(what)
-    if file.suffix != ".py" or not file.is_file():
+    if file.suffix not in (".py", ".ipynb") or not file.is_file():
         return None
     where = shorten(what, 200)
-    return read_text(file, where), where
+    # Notebooks carry the output of their cells, with pictures.
+    largest = LARGEST_FILE if file.suffix == ".py" else 64 * LARGEST_FILE
+    return read_text(file, where, largest), where
 
 
 def refuse_model(what: str, command: str) -> None:
