@@ -165,9 +165,9 @@ UNSLOTH = replace(
     keeps_quantized_inputs=False,
     fused_norms=True,
     adds_in_place=True,
-    adapter_dropout=0.0,
-    adapts={"lora": "all", "qlora": "all"},
-    recomputes=("full-ft", "lora", "qlora"),
+    adapter_dropout=trainer_defaults.UNSLOTH.adapter_dropout,
+    adapts=trainer_defaults.UNSLOTH.adapts,
+    recomputes=trainer_defaults.UNSLOTH.recomputes,
 )
 UNSLOTHS_PEER = replace(TRANSFORMERS, name="transformers in Unsloth's notebooks", reports="reserved")
 FSDP_QLORA = replace(

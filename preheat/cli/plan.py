@@ -23,8 +23,8 @@ def plan(
             metavar="MODEL|RECIPE",
             help=(
                 "A model by its name on the hub, its folder or its size (15M); a recipe file, or a built-in recipe's "
-                "name; or the configuration of axolotl, LLaMA-Factory, TRL or "
-                "transformers' Trainer."
+                "name; or the configuration, script or notebook of another trainer: axolotl, LLaMA-Factory, TRL, "
+                "transformers' Trainer, unsloth."
             ),
         ),
     ] = None,

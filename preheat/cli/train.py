@@ -397,8 +397,9 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             help=(
-                "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of "
-                "axolotl, LLaMA-Factory, TRL or transformers' Trainer; with --resume also the URL of a run."
+                "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration, script or "
+                "notebook of another trainer: axolotl, LLaMA-Factory, TRL, transformers' Trainer, unsloth; with "
+                "--resume also the URL of a run."
             ),
         ),
     ],

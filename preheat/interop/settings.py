@@ -31,6 +31,7 @@ class Settings:
         global_batch: sequences per step of all devices, if the file states them; accumulation follows from them.
         min_lr: the schedule's final rate, if the file states the rate in place of its ratio.
         deferred_reduction: with sharding, gradients stay whole until the last micro-batch.
+        padding_free: rows of a micro-batch that is not packed stand one after the other, without padding.
         pairs: a row of the data is two answers, each a sequence.
     """
 
@@ -53,6 +54,7 @@ class Settings:
     workers: int = 0
     limit: int | None = None
     packing: bool = False
+    padding_free: bool = False
     length: int = 512
     micro_batch: int = 1
     accumulation: int = 1
@@ -158,6 +160,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "validation": ("data.validation",),
     "workers": ("data.workers",),
     "packing": ("data.packing",),
+    "padding_free": ("data.packing",),
     "length": ("batch.seq_len",),
     "micro_batch": ("batch.size",),
     "accumulation": ("techniques.gradient_accumulation", "batch.size"),

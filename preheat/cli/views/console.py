@@ -49,8 +49,8 @@ RecipeArgument = Annotated[
     typer.Argument(
         metavar="RECIPE",
         help=(
-            "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration of axolotl, "
-            "LLaMA-Factory, TRL or transformers' Trainer."
+            "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration, script or "
+            "notebook of another trainer: axolotl, LLaMA-Factory, TRL, transformers' Trainer, unsloth."
         ),
     ),
 ]
