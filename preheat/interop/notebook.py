@@ -16,7 +16,7 @@ from preheat.sanitize import shorten
 
 __all__ = ["Cell", "find_cell", "read_notebook"]
 
-_MAGIC = re.compile(r"(?P<indent>\s*)(?:[%!]|\w+\s*=\s*[%!]|\?|[\w.]+\?)")
+_MAGIC = re.compile(r"\s*(?:[%!]|\w+\s*=\s*[%!]|\?|[\w.]+\?)")
 """Begins a line that IPython reads: a magic, a command of the shell, a question for help."""
 _PYTHON_MAGICS = ("%%capture", "%%time", "%%timeit", "%%prun")
 """Magics of a whole cell that run it as Python; others give it to another program."""
@@ -95,25 +95,28 @@ def _parse_cell(source: str, where: str) -> ast.Module:
         try:
             return parse_code("\n".join(lines))
         except SyntaxError as error:
-            if not _blank_magic(lines, (error.lineno or 1) - 1):
+            # An error in a later line hides that of a magic: the tokenizer reads all lines before the parser reports.
+            number = next(
+                (n for n in reversed(range(min(error.lineno or 1, len(lines)))) if _MAGIC.match(lines[n])), None
+            )
+            if number is None:
                 raise RecipeError(f"{where}:{error.lineno or 1}: not Python: {shorten(error.msg)}") from None
         except (ValueError, RecursionError, MemoryError):  # NUL characters; nested too deep for the parser
             raise RecipeError(f"{where}: not Python that can be read: it holds NUL, or is nested too deep") from None
+        _blank_magic(lines, number)
 
 
-def _blank_magic(lines: list[str], number: int) -> bool:
-    """Replaces a line that only IPython reads, and those that it goes on with, by `pass`; False if it is no such line.
+def _blank_magic(lines: list[str], number: int) -> None:
+    """Replaces a line that only IPython reads, and those that it goes on with, by `pass`.
 
     Example:
         >>> lines = ["if colab:", "    !pip install \\\\", "        trl", "x = 1"]
-        >>> _blank_magic(lines, 1), lines
-        (True, ['if colab:', '    pass', '    pass', 'x = 1'])
+        >>> _blank_magic(lines, 1)
+        >>> lines
+        ['if colab:', '    pass', '    pass', 'x = 1']
     """
-    match = _MAGIC.match(lines[number]) if number < len(lines) else None
-    if match is None:
-        return False
     last = number
     while lines[last].rstrip().endswith("\\") and last + 1 < len(lines):
         last += 1
-    lines[number : last + 1] = [f"{match['indent']}pass"] * (last + 1 - number)
-    return True
+    indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
+    lines[number : last + 1] = [f"{indent}pass"] * (last + 1 - number)

@@ -251,8 +251,8 @@ def read_config(
     settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
     entries = source.list_entries()
     entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
-    outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
+    outcomes = [(entry, _handle(format, settings, entry, by_name)) for entry in entries]
     assumptions = [*format.finish(settings, by_name), *_describe_assumptions(settings)]
     named = settings.model is not None or settings.family is not None
     if not named and not any(item.startswith(_MODEL) for item in overrides):
@@ -310,7 +310,9 @@ _REPEATED = re.compile(r"#\d+")
 """Marks the second call of a name in a script, and those after it."""
 
 
-def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffect | Assumed:
+def _handle(
+    format: Format, settings: Settings, entry: Entry, entries: Mapping[str, Entry]
+) -> Takes | NoEffect | Assumed:
     key = ".".join("*" if step.isdigit() else step for step in entry.path)
     if entry.value is None:
         return NoEffect("null: the trainer's default")
@@ -324,6 +326,9 @@ def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffec
     if isinstance(entry.value, Computed) and not isinstance(handler, Ignore):
         return Assumed("the script computes it, and is not run; the trainer's default is taken")
     if repeated and not isinstance(handler, Ignore):
+        before = entries.get(_REPEATED.sub("", entry.name))
+        if before is not None and before.value == entry.value:
+            return NoEffect("as in the first call")
         return Assumed(f"the first call of {_REPEATED.sub('', entry.path[0])} is the run's")
     if handler:
         outcome = handler(settings, entry)

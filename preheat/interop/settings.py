@@ -25,6 +25,8 @@ class Settings:
         micro_batch: sequences (or pairs) per device and micro-batch.
         half_weights: trained weights are in half precision, without fp32 copies.
         frozen: precision of a frozen base under autocast, as in the recipe.
+        fp32_rest: what of a base in 4 bits is not quantized (embedding, norms, head) is in fp32, so that hidden states
+            are too.
         sources: of the data, in the recipe's terms (source, layout, columns, ...).
         family: architecture of a model that the file describes by its sizes, in place of naming one.
         architecture: sizes of the model, as transformers' configurations spell them.
@@ -88,6 +90,7 @@ class Settings:
     precision: str = "bf16"
     half_weights: bool = False
     frozen: str = "auto"
+    fp32_rest: bool = False
     checkpointing: bool = False
     checkpointing_mode: str = "full"
     activation_offload: bool = False
@@ -196,6 +199,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "precision": ("techniques.mixed_precision",),
     "half_weights": ("techniques.mixed_precision",),
     "frozen": ("techniques.mixed_precision.frozen",),
+    "fp32_rest": ("techniques.mixed_precision.frozen",),
     "checkpointing": ("techniques.activation_checkpointing",),
     "checkpointing_mode": ("techniques.activation_checkpointing.mode",),
     "activation_offload": ("techniques.activation_offload",),
@@ -330,7 +334,9 @@ def _build_techniques(settings: Settings) -> JsonObject:
         techniques["efficient_attention"] = {}
     if mode := _choose_precision(settings):
         techniques["mixed_precision"] = {"mode": mode}
-        if settings.frozen != "auto" and settings.adapter and not settings.quantized:
+        if settings.adapter and settings.quantized and settings.fp32_rest:
+            techniques["mixed_precision"] |= {"frozen": "fp32"}
+        elif settings.frozen != "auto" and settings.adapter and not settings.quantized:
             techniques["mixed_precision"] |= {"frozen": settings.frozen}
     if settings.adapter == "lora":
         techniques["lora"] = _build_lora(settings)

@@ -322,6 +322,9 @@ def finish_run(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
         key = next(entry for entry in entries.values() if entry.path[-1] == "load_in_4bit")
         raise key.error("a base in 4 bits is frozen, and there is no adapter to train; add use_peft or LoraConfig")
     prepares = "prepare_model_for_kbit_training"
+    if prepares in calls and settings.quantized:
+        settings.fp32_rest = True
+        notes.append(f"{prepares} casts embedding, norms and head to fp32, and hidden states follow")
     if prepares in calls and f"{prepares}.use_gradient_checkpointing" not in entries:
         settings.checkpointing = True
         notes.append(f"{prepares} switches activation checkpointing on")

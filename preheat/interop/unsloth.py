@@ -13,6 +13,7 @@ from preheat.interop.hf_keys import (
     ADAPTED,
     COMMON,
     LOGGING,
+    REWARDS,
     SAVING,
     VISION,
     find_source,
@@ -230,6 +231,9 @@ _LOAD: Mapping[str, Handler] = {
     "resize_model_vocab": assume("the vocabulary keeps its size"),
     **_names("gpu_memory_utilization float8_kv_cache max_lora_rank disable_log_stats", ignore("belongs to vLLM")),
     **_names("fix_tokenizer use_exact_model_name random_state text_only auto_model", ignore("loading")),
+    "num_labels": refuse(f"a classifier has a head of its own; {REWARDS}"),
+    **_names("id2label.* label2id.*", ignore("names of the labels")),
+    **_names("whisper_language whisper_task", refuse(VISION)),
     **_names("return_logits fullgraph unsloth_force_compile", ignore("what is compiled")),
 }
 _PARTS = "finetune_language_layers finetune_attention_modules finetune_mlp_modules"

@@ -14,6 +14,7 @@ def test_cells_are_one_script_and_magics_are_left_out() -> None:
         "%%capture\nimport os\n!pip install trl \\\n    peft\nif True:\n    %pip install x\nrate = 1e-4",
         "%%bash\npip install $(cat list)",
         "SFTConfig?",
+        "import torch\nif torch:\n    !pip install a\nelse:\n    !pip install trl==0.22.2 \\\n        'x>=1'\n    %cd 1a",
         "files = !ls\nawait nothing()\nremainder = (7\n%3)",
         "args = SFTConfig('out', learning_rate=rate,\n    max_steps=5, seed=seed())",
         "SFTTrainer(model='tiny', args=args)",
@@ -21,9 +22,9 @@ def test_cells_are_one_script_and_magics_are_left_out() -> None:
     assert (config.reading.trainer, look_up(config, "model.path")) == ("trl", "tiny")
     assert (look_up(config, "optimizer.lr"), look_up(config, "stop.max_steps")) == (1e-4, 5)
     taken = {key.key: (key.file, key.line) for key in config.reading.taken}
-    assert taken["SFTConfig.learning_rate"] == ("f.ipynb:cell 6", 1)
-    assert taken["SFTConfig.max_steps"] == ("f.ipynb:cell 6", 2)
-    assert [(key.file, key.line) for key in config.reading.not_understood] == [("f.ipynb:cell 6", 2)]
+    assert taken["SFTConfig.learning_rate"] == ("f.ipynb:cell 7", 1)
+    assert taken["SFTConfig.max_steps"] == ("f.ipynb:cell 7", 2)
+    assert [(key.file, key.line) for key in config.reading.not_understood] == [("f.ipynb:cell 7", 2)]
 
 
 def test_a_notebook_with_transformers_trainer() -> None:

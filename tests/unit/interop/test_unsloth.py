@@ -131,13 +131,17 @@ def test_a_notebook_is_read_like_the_script_and_loads_for_inference_are_left_out
         "%%capture\n!pip install unsloth",
         SCRIPT,
         "trainer.train()",
+        "tokenizer = get_chat_template(tokenizer, 'chatml')",
+        "tokenizer = get_chat_template(tokenizer, 'chatml')",
         "if False:\n    model, t = FastLanguageModel.from_pretrained('lora_model', load_in_4bit=False)",
         "model, t = FastLanguageModel.from_pretrained('lora_model', load_in_4bit=False)",
     )
     assert config.recipe.techniques == read_script(SCRIPT).recipe.techniques
+    repeated = {key.key: key.why for key in config.reading.without_effect}
+    assert repeated["get_chat_template#2.chat_template"] == "as in the first call"
     assert [(key.key, key.file) for key in config.reading.not_understood] == [
-        ("FastLanguageModel.from_pretrained#2.model_name", "f.ipynb:cell 6"),
-        ("FastLanguageModel.from_pretrained#2.load_in_4bit", "f.ipynb:cell 6"),
+        ("FastLanguageModel.from_pretrained#2.model_name", "f.ipynb:cell 8"),
+        ("FastLanguageModel.from_pretrained#2.load_in_4bit", "f.ipynb:cell 8"),
     ]
 
 
@@ -200,6 +204,11 @@ def test_the_file_of_the_command(old: str, new: str, key: str, value: object) ->
             "FastLanguageModel",
             "FastSentenceTransformer",
             "f.py:3: FastSentenceTransformer.from_pretrained.model_name: 'me/",
+        ),
+        (
+            "r=4",
+            "r=4) if model else FastModel.from_pretrained(num_labels=2",
+            "f.py:4: FastModel.from_pretrained.num_labels: 2",
         ),
         ("SFTConfig", "GRPOConfig", "f.py:5: GRPOConfig.max_steps: training of or on rewards is not planned"),
     ],
