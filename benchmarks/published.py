@@ -84,7 +84,7 @@ def plan_row(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tu
     from preheat.core import conflicts_of
     from preheat.engine.builder import build_context
     from preheat.models import hf
-    from preheat.planning.layer_extrapolation import observe_few_layers
+    from preheat.planning.layer_extrapolation import extrapolate_all_layers, observe_few_layers
     from preheat.planning.plan import describe
     from preheat.planning.request import Request
 
@@ -108,7 +108,9 @@ def plan_row(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tu
             eights = True
         if not problems:
             with patch_adapter_layers(row, timed=timed):
-                seen = observe_few_layers(Request(recipe, device))
+                # The allocations of all layers, as `preheat plan` replays them; a pipeline's fullest rank is found by the other.
+                logged = extrapolate_all_layers(Request(recipe, device)) if parse_integer(row, "pp") == 1 else None
+                seen = logged or observe_few_layers(Request(recipe, device))
             if eights:
                 seen = replace(seen, kernels=Counter({_compute_in_bits(k, bits): n for k, n in seen.kernels.items()}))
             if by_hand and roofline.device.generation == "hopper":

@@ -201,6 +201,8 @@ def build_precision(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     if adapts:
         mode = "bf16_weights"
     made["mixed_precision"] = {"mode": mode}
+    if row["method"] == "qlora" and find_trainer(row).upcasts_rest and not said.startswith("fp16"):
+        made["mixed_precision"] = {"mode": "bf16", "frozen": "fp32"}
     if is_in_eights(row) and not is_by_transformer_engine(row):
         made["fp8"] = {"recipe": "rowwise" if "row" in said else "tensorwise"}
     return made

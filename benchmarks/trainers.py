@@ -55,6 +55,8 @@ class Trainer:
     """GPT models drop hidden states by default: two masks per layer."""
     whole_root: bool = True
     """FSDP leaves embedding and head to the root module, which stays gathered from a step's first layer to its last."""
+    upcasts_rest: bool = False
+    """What of a 4-bit base is not quantized (embedding, norms, head) is cast to fp32, so hidden states are fp32 too."""
     keeps_quantized_inputs: bool = True
     """bitsandbytes before 0.44 keeps the inputs of 4-bit layers."""
     fused_norms: bool = False
@@ -99,13 +101,14 @@ TRANSFORMERS = Trainer(
         "pytorch torch/distributed/fsdp/_flat_param.py (the root's shard stays gathered)",
         "bitsandbytes pull request 1270 (inputs kept before 0.44)",
         "arXiv:2106.09685 and peft/utils/constants.py (queries and values); arXiv:2305.14314 (QLoRA: all layers)",
-        "huggingface/peft src/peft/utils/other.py (prepare_model_for_kbit_training recomputes)",
+        "huggingface/peft src/peft/utils/other.py (prepare_model_for_kbit_training recomputes, and casts what is in half precision to fp32)",
         "huggingface/peft src/peft/tuners/lora/layer.py (result + lora_B(lora_A(x)) * scaling; x in the adapters' dtype)",
         "huggingface/peft src/peft/tuners/lora/bnb.py (the result of a 4-bit layer is cloned)",
         "huggingface/transformers src/transformers/training_args.py (optim adamw_torch) and pytorch torch/optim/adamw.py (foreach)",
     ),
     foreach_update=True,
     recomputes=("qlora",),
+    upcasts_rest=True,  # 6 rows: the three with FlashAttention 17 to 23 % too low without it
     peft_layers=True,
     bitsandbytes=True,
 )
@@ -137,6 +140,7 @@ LITGPT = replace(
     adapts={"lora": "q,v", "qlora": "q,v"},
     adapts_all=("Gemma", "Phi-2", "Phi-3", "TinyLlama"),
     recomputes=(),
+    upcasts_rest=False,
 )
 LLAMA_FACTORY = replace(
     TRANSFORMERS,
@@ -152,6 +156,7 @@ LLAMA_FACTORY = replace(
     adapter_dropout=trainer_defaults.LLAMA_FACTORY.adapter_dropout,
     adapts=trainer_defaults.LLAMA_FACTORY.adapts,
     recomputes=trainer_defaults.LLAMA_FACTORY.recomputes,
+    upcasts_rest=False,
 )
 UNSLOTH = replace(
     TRANSFORMERS,
@@ -159,15 +164,20 @@ UNSLOTH = replace(
     read="2023-12 to 2025",
     sources=(
         "unslothai/unsloth unsloth/models/llama.py (all layers adapted, dropout 0, use_gradient_checkpointing=True, kernels of its own)",
+        "unslothai/unsloth unsloth/kernels/cross_entropy_loss.py (the gradient takes the place of the half-precision logits)",
+        "huggingface/accelerate src/accelerate/utils/operations.py (ConvertOutputsToFp32: a copy of the logits that forward returns)",
         "unslothai/notebooks (torch.cuda.max_memory_reserved, adamw_8bit, 2,048 tokens)",
     ),
     reports="reserved",
+    logit_bytes=6,
+    loss_in_place=True,
     keeps_quantized_inputs=False,
     fused_norms=True,
     adds_in_place=True,
-    adapter_dropout=0.0,
-    adapts={"lora": "all", "qlora": "all"},
-    recomputes=("full-ft", "lora", "qlora"),
+    adapter_dropout=trainer_defaults.UNSLOTH.adapter_dropout,
+    adapts=trainer_defaults.UNSLOTH.adapts,
+    recomputes=trainer_defaults.UNSLOTH.recomputes,
+    upcasts_rest=False,
 )
 UNSLOTHS_PEER = replace(TRANSFORMERS, name="transformers in Unsloth's notebooks", reports="reserved")
 FSDP_QLORA = replace(
@@ -181,6 +191,7 @@ FSDP_QLORA = replace(
     reports="reserved",
     keeps_quantized_inputs=False,
     whole_quantization_states=True,
+    upcasts_rest=False,
 )
 TORCHTUNE = Trainer(
     name="torchtune",
@@ -275,6 +286,7 @@ AUTOMODEL = replace(
     adapts={"lora": "all", "qlora": "all"},
     foreach_update=False,
     whole_root=False,
+    upcasts_rest=False,
 )
 DEEPSPEED = replace(
     TRANSFORMERS,
@@ -287,6 +299,7 @@ DEEPSPEED = replace(
     host_optimizer=True,  # 2 rows; an 8B over 8 devices +48 % without it
     foreach_update=False,
     whole_root=False,
+    upcasts_rest=False,
 )
 
 # Repository, a word of the row's notes or accelerator, the trainer that ran it; the first that matches.

@@ -23,8 +23,8 @@ def plan(
             metavar="MODEL|RECIPE",
             help=(
                 "A model by its name on the hub, its folder or its size (15M); a recipe file, or a built-in recipe's "
-                "name; or the configuration or script (.py, .sh) of another trainer: axolotl, LLaMA-Factory, TRL, "
-                "torchtitan, Megatron-LM, ..."
+                "name; or the configuration, script (.py, .sh) or notebook of another trainer: axolotl, LLaMA-Factory, "
+                "TRL, unsloth, torchtitan, Megatron-LM, ..."
             ),
         ),
     ] = None,

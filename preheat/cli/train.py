@@ -397,9 +397,9 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             help=(
-                "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration or script "
-                "(.py, .sh) of another trainer: axolotl, LLaMA-Factory, TRL, ms-swift, torchtitan, Megatron-LM, ...; "
-                "with --resume also the URL of a run."
+                "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration, script "
+                "(.py, .sh) or notebook of another trainer: axolotl, LLaMA-Factory, TRL, unsloth, torchtitan, ...; with "
+                "--resume also the URL of a run."
             ),
         ),
     ],

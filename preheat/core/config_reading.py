@@ -23,7 +23,8 @@ class KeyTaken(_Key):
         key: dotted, as in the file.
         value: as text.
         line: line of the file.
-        file: the file beside the configuration that has the key; empty: the configuration itself.
+        file: the file beside the configuration that has the key, or the notebook and the cell; empty: the
+            configuration itself.
         ours: the keys of the recipe that follow from it, with their values; empty if it switches something off.
         note: how the recipe differs from it; empty if it does not.
     """
@@ -40,7 +41,8 @@ class KeyWithoutEffect(_Key):
         key: dotted, as in the file.
         value: as text.
         line: line of the file.
-        file: the file beside the configuration that has the key; empty: the configuration itself.
+        file: the file beside the configuration that has the key, or the notebook and the cell; empty: the
+            configuration itself.
         why: what it is for.
     """
 
@@ -55,7 +57,8 @@ class KeyNotUnderstood(_Key):
         key: dotted, as in the file.
         value: as text.
         line: line of the file.
-        file: the file beside the configuration that has the key; empty: the configuration itself.
+        file: the file beside the configuration that has the key, or the notebook and the cell; empty: the
+            configuration itself.
         assumed: what the plan assumes instead.
     """
 

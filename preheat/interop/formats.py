@@ -16,6 +16,7 @@ from preheat.interop.ms_swift import MS_SWIFT, MS_SWIFT_PRETRAIN, MS_SWIFT_RLHF
 from preheat.interop.reading import Format
 from preheat.interop.torchtitan import TORCHTITAN
 from preheat.interop.trl import TRL, TRL_DPO
+from preheat.interop.unsloth import UNSLOTH
 
 __all__ = ["FORMATS"]
 
@@ -27,6 +28,7 @@ FORMATS: Mapping[str, Format] = {
         TRL,
         TRL_DPO,
         HF_TRAINER,
+        UNSLOTH,
         AUTOMODEL,
         LITGPT,
         LITGPT_PRETRAIN,

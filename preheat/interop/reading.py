@@ -26,6 +26,7 @@ from preheat.core.config_reading import (
 from preheat.errors import RecipeError
 from preheat.interop.deepspeed import find_file, keep_masters
 from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
+from preheat.interop.notebook import Cell, find_cell, read_notebook
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
 from preheat.interop.shell import PROGRAMS, find_command, is_shell, read_shell
@@ -45,7 +46,7 @@ __all__ = ["ForeignConfig", "Format", "find_format", "read_config"]
 _log = logging.getLogger("preheat.interop")  # shown by the command line
 
 _RECIPE_ONLY = ("batch", "data", "stop", "techniques")
-"""Sections that only a recipe has: a file with one of them is a recipe, whatever else is in it."""
+"""Sections that only a recipe has: a file with one of them is a recipe, unless a format has it too (`sections`)."""
 
 _CLASS = "class_path"
 """With this key, a section names a Python class, as in files of jsonargparse: no recipe does."""
@@ -67,6 +68,7 @@ class Format:
         defaults: what the trainer does that the file leaves out.
         table: dotted key -> handler; an item of a list is a `*`, and a `*` at the end stands for any key.
         without: a file with one of these keys is not of the format.
+        sections: sections that recipes have too.
         general: other trainers' files have its keys too: it is meant only if no other format is.
         names_model: the key of the model, in the error without it; empty: one of `requires`.
         variants: key of the file, top-level or dotted -> defaults that hold in its presence.
@@ -83,6 +85,7 @@ class Format:
     defaults: TrainerDefaults
     table: Mapping[str, Handler]
     without: frozenset[str] = frozenset()
+    sections: frozenset[str] = frozenset()
     general: bool = False
     names_model: str = ""
     variants: Mapping[str, Mapping[str, Default]] = field(default_factory=dict)
@@ -134,20 +137,26 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
         return _find_shell_format(text, where, formats, name)
     if name is not None:
         return formats[name]
-    values, lines = _parse(text, where)
+    source = _parse(text, where)
     where, _ = split_name(where)
-    is_yaml = not where.endswith((".py", ".toml"))  # as a recipe is
-    if not isinstance(values, Mapping) or (is_yaml and any(_is_section(values.get(key)) for key in _RECIPE_ONLY)):
+    values, lines = source.values, source.lines
+    if not isinstance(values, Mapping):
         return None
-    candidates = [(format, key) for format in formats.values() if (key := format.find_own_key(values)) is not None]
+    # A recipe is YAML.
+    own = set() if where.endswith((*_SCRIPTS, ".toml")) else {k for k in _RECIPE_ONLY if _is_section(values.get(k))}
+    known = [format for format in formats.values() if own <= format.sections]
+    candidates = [(format, key) for format in known if (key := format.find_own_key(values)) is not None]
     candidates = [pair for pair in candidates if not pair[0].general] or candidates
+    if own and not candidates:
+        return None
     if len(candidates) > 1:
         (first, key), (second, other) = sorted(candidates[:2], key=lambda pair: lines[(pair[1],)])
+        (file, line), (_, before) = source.find_place(lines[(other,)]), source.find_place(lines[(key,)])
         raise RecipeError(
-            f"{where}:{lines[(other,)]}: {other}: is a key of {second.title}, and {key} (line {lines[(key,)]}) of "
+            f"{file}:{line}: {other}: is a key of {second.title}, and {key} (line {before}) of "
             f"{first.title}; leave one format out, or name it: --from {first.name}"
         )
-    if not candidates and where.endswith(".py"):
+    if not candidates and where.endswith(_SCRIPTS):
         raise RecipeError(
             f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, nor torchtitan's Trainer.Config; "
             "preheat reads these from a script without running it"
@@ -172,14 +181,44 @@ def _find_shell_format(text: str, where: str, formats: Mapping[str, Format], nam
     return format if name is None else formats[name]
 
 
-def _parse(text: str, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Returns the values of a YAML, JSON or TOML file, or of the calls of a script, with the line of each key."""
+_SCRIPTS = (".py", ".ipynb")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The values of a file, with the line of each key; in a notebook, the line of its joined cells."""
+
+    where: str
+    values: Any
+    lines: Mapping[tuple[str, ...], int]
+    cells: Sequence[Cell] = ()
+
+    def find_place(self, line: int) -> tuple[str, int]:
+        """Returns the file of a line and its number there; of a notebook, the cell too."""
+        if not self.cells:
+            return self.where, line
+        number, line = find_cell(self.cells, line)
+        return f"{self.where}:cell {number}", line
+
+    def list_entries(self) -> list[Entry]:
+        """Returns the keys with a value of their own, each with its place."""
+        entries = list(iterate_entries(self.values, self.lines, self.where))
+        if not self.cells:
+            return entries
+        places = [self.find_place(entry.line) for entry in entries]
+        return [replace(entry, where=where, line=line) for entry, (where, line) in zip(entries, places, strict=True)]
+
+
+def _parse(text: str, where: str) -> _Source:
+    """Returns the values of a YAML, JSON or TOML file, or of the calls of a script or notebook."""
     where, name = split_name(where)
+    if where.endswith(".ipynb"):
+        return _Source(where, *read_notebook(text, where))
     if where.endswith(".toml"):
-        return read_toml(text, where)
+        return _Source(where, *read_toml(text, where))
     if not where.endswith(".py"):
-        return compose(text, where)
-    return read_registry(text, where, name) if is_registry(text, where) else read_script(text, where)
+        return _Source(where, *compose(text, where))
+    return _Source(where, *(read_registry(text, where, name) if is_registry(text, where) else read_script(text, where)))
 
 
 def _is_section(value: object) -> bool:
@@ -239,18 +278,18 @@ def read_config(
         entries, accelerate = list(run.entries), accelerate or run.accelerate
         format = replace(format, table={**format.table, **run.table})
     else:
-        values, lines = _parse(text, where)
+        source = _parse(text, where)
         where, _ = split_name(where)
-        if not isinstance(values, Mapping):
-            raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
-        entries = list(iterate_entries(values, lines, where))
+        if not isinstance(source.values, Mapping):
+            raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(source.values)}")
+        entries = source.list_entries()
     defaults = format.choose_defaults(dict.fromkeys(name for entry in entries for name in (entry.path[0], entry.name)))
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
     settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
     entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
-    outcomes = [(entry, _handle(format, settings, entry)) for entry in entries]
     by_name = {entry.name: entry for entry in entries}
+    outcomes = [(entry, _handle(format, settings, entry, by_name)) for entry in entries]
     assumptions = [*format.finish(settings, by_name), *keep_masters(settings, entries)]
     assumptions += _describe_assumptions(settings)
     named = settings.model is not None or settings.family is not None
@@ -305,18 +344,30 @@ def _read_companion(file: Path, section: str) -> list[Entry]:
     return [replace(entry, path=(section, *entry.path)) for entry in iterate_entries(values, lines, where)]
 
 
-def _handle(format: Format, settings: Settings, entry: Entry) -> Takes | NoEffect | Assumed:
+_REPEATED = re.compile(r"#\d+")
+"""Marks the second call of a name in a script, and those after it."""
+
+
+def _handle(
+    format: Format, settings: Settings, entry: Entry, entries: Mapping[str, Entry]
+) -> Takes | NoEffect | Assumed:
     key = ".".join("*" if step.isdigit() else step for step in entry.path)
     if entry.value is None:
         return NoEffect("null: the trainer's default")
     if key in format.removed:
         raise entry.error(f"{format.title} {format.defaults.version} has no such key; {format.removed[key]}")
-    renamed = format.renamed.get(key)
-    handler = format.table.get(renamed or key) or _find_pattern(format.table, key)
+    first, repeated = _REPEATED.sub("", key), bool(_REPEATED.search(key))
+    renamed = format.renamed.get(first)
+    handler = format.table.get(renamed or first) or _find_pattern(format.table, first)
     if isinstance(entry.value, Reference):
         return NoEffect(f"the call of {entry.value} is read")
     if isinstance(entry.value, Computed) and not isinstance(handler, Ignore):
         return Assumed("not known without running the script; the trainer's default is taken")
+    if repeated and not isinstance(handler, Ignore):
+        before = entries.get(_REPEATED.sub("", entry.name))
+        if before is not None and before.value == entry.value:
+            return NoEffect("as in the first call")
+        return Assumed(f"the first call of {_REPEATED.sub('', entry.path[0])} is the run's")
     if handler:
         outcome = handler(settings, entry)
         if renamed and isinstance(outcome, Takes):
@@ -402,10 +453,11 @@ def _describe_assumptions(settings: Settings) -> list[str]:
         notes.append("offloading is planned with sharded weights on several devices only: the device keeps all states")
     if settings.packing:
         return notes
+    rows = "batches have no padding and rows are not packed" if settings.padding_free else "rows are padded, not packed"
     return [
         *notes,
-        f"rows are padded, not packed: every one is planned at the full {settings.length:,} tokens, so shorter ones "
-        "take less memory and time",
+        f"{rows}: every one is planned at the full {settings.length:,} tokens, so shorter ones take less memory "
+        "and time",
     ]
 
 

@@ -1,7 +1,8 @@
 """The calls of a training script as keys, read from its source without running it. No torch.
 
 `SFTConfig(learning_rate=2e-5)` is the key `SFTConfig.learning_rate`. Values are constants, names that are assigned one
-constant in the whole script, dtypes of torch, and lists and mappings of these; all others are `Computed`.
+constant in the whole script, dtypes of torch, whether the GPU has bf16, and lists and mappings of these; all others are
+`Computed`. What follows `if False:` is not read.
 """
 
 from __future__ import annotations
@@ -16,10 +17,24 @@ from preheat.errors import RecipeError
 from preheat.interop.keys import Computed, Reference
 from preheat.sanitize import shorten
 
-__all__ = ["ARGUMENT_CALLS", "is_plain", "name_call", "parse_script", "read_script"]
+__all__ = [
+    "ARGUMENT_CALLS",
+    "FAST_CALLS",
+    "FAST_CLASSES",
+    "is_plain",
+    "name_call",
+    "parse_code",
+    "parse_script",
+    "read_calls",
+    "read_script",
+]
 
 ARGUMENT_CALLS = ("TrainingArguments", "SFTConfig", "DPOConfig")
 """Classes of which preheat reads the arguments of a run."""
+
+FAST_CLASSES = ("FastLanguageModel", "FastModel", "FastTextModel", "FastVisionModel", "FastSentenceTransformer")
+"""unsloth's classes that load models and add adapters."""
+FAST_CALLS = frozenset(f"{name}.{verb}" for name in FAST_CLASSES for verb in ("from_pretrained", "get_peft_model"))
 
 _TRAINER = ("model", "args")
 _REFERENCE = ("pretrained_model_name_or_path",)
@@ -31,6 +46,15 @@ _CALLS: Mapping[str, tuple[str, ...]] = {
         ),
         ("output_dir",),
     ),
+    "UnslothTrainingArguments": ("embedding_learning_rate",),
+    **{f"{name}.from_pretrained": ("model_name", "max_seq_length", "dtype", "load_in_4bit") for name in FAST_CLASSES},
+    **{
+        f"{name}.get_peft_model": ("model", "r", "target_modules", "lora_alpha", "lora_dropout", "bias")
+        for name in FAST_CLASSES
+    },
+    "get_chat_template": ("tokenizer", "chat_template", "mapping"),
+    "train_on_responses_only": ("trainer", "instruction_part", "response_part"),
+    "UnslothTrainer": _TRAINER,
     **dict.fromkeys(("Trainer", "SFTTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer"), _TRAINER),
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), ("model", "reward_funcs", "args")),
     **dict.fromkeys(("RewardTrainer", "PPOTrainer", "DistillationTrainer"), _TRAINER),
@@ -49,6 +73,8 @@ _CALLS: Mapping[str, tuple[str, ...]] = {
 """Calls that are read, with the names of their positional arguments."""
 _SEVERAL = ("load_dataset",)
 """Calls of which a script may have several that are all of use: the key has their number."""
+_BF16_TESTS = ("is_bfloat16_supported", "is_bf16_supported")
+"""Functions that tell whether the GPU has bf16: a script's `bf16=is_bf16_supported()` is `bf16: auto` of a file."""
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float", "half")
 
 
@@ -67,7 +93,12 @@ def read_script(text: str, where: str) -> tuple[dict[str, Any], dict[tuple[str, 
         >>> read_script("rate = 1e-5\\nargs = SFTConfig('out', learning_rate=rate, seed=int(1))", "f.py")[0]
         {'SFTConfig': {'output_dir': 'out', 'learning_rate': 1e-05, 'seed': 'int(1)'}}
     """
-    tree = parse_script(text, where)
+    return read_calls(parse_script(text, where))
+
+
+def read_calls(tree: ast.Module) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    """Returns what `read_script` does, of code that is parsed already."""
+    tree = _DropDeadBranches().visit(tree)
     names = _find_constants(tree)
     values: dict[str, Any] = {}
     lines: dict[tuple[str, ...], int] = {}
@@ -100,13 +131,35 @@ def parse_script(text: str, where: str) -> ast.Module:
         RecipeError: the text is not Python.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in the script's own texts
-            return ast.parse(text)
+        return parse_code(text)
     except SyntaxError as error:
         raise RecipeError(f"{where}:{error.lineno or 1}: not Python: {shorten(error.msg)}") from None
     except (ValueError, RecursionError, MemoryError):  # NUL characters; nested too deep for the parser
         raise RecipeError(f"{where}: not Python that can be read: it holds NUL, or is nested too deep") from None
+
+
+def parse_code(text: str) -> ast.Module:
+    """Returns the syntax tree of Python; `await` may stand outside functions, as in notebooks.
+
+    Raises:
+        SyntaxError: the text is not Python.
+        ValueError: it holds NUL characters. RecursionError, MemoryError: it is nested too deep.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in the script's own texts
+        tree = compile(text, "<script>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    assert isinstance(tree, ast.Module)
+    return tree
+
+
+class _DropDeadBranches(ast.NodeTransformer):
+    """Drops what follows `if False:`, by which notebooks keep code that is not for this run."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Constant) and not node.test.value:
+            return node.orelse or ast.copy_location(ast.Pass(), node)
+        return node
 
 
 def _list_calls(tree: ast.Module) -> list[ast.Call]:
@@ -122,10 +175,11 @@ def name_call(call: ast.Call) -> str:
         return function.id
     if not isinstance(function, ast.Attribute):
         return ""
-    if not function.attr.startswith("from_"):
-        return function.attr
     owner = function.value
     name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+    # peft's own get_peft_model has no class.
+    if not function.attr.startswith("from_") and f"{name}.{function.attr}" not in FAST_CALLS:
+        return function.attr
     # The classes of single families load what the automatic class loads.
     return f"{'AutoModelForCausalLM' if name.endswith('ForCausalLM') else name}.{function.attr}"
 
@@ -174,6 +228,13 @@ def _read_value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _read_value(node.operand, names, depth)
         return -inner if isinstance(inner, int | float) and not isinstance(inner, bool) else Computed(_show(node))
+    if _tests_bf16(node):
+        return "auto"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        if _tests_bf16(node.operand):
+            return False  # fp16 on a GPU without bf16
+        inner = _read_value(node.operand, names, depth)
+        return not inner if isinstance(inner, bool) else Computed(_show(node))
     if isinstance(node, ast.Name) and node.id in names and depth < _DEEPEST:
         value = _read_value(names[node.id], names, depth + 1)
         return Computed(node.id) if type(value) is Computed else value
@@ -192,6 +253,10 @@ def _read_value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -
     if isinstance(node, ast.Call) and name_call(node) == "dict" and not node.args and depth < _DEEPEST:
         return {item.arg or "**": _read_value(item.value, names, depth + 1) for item in node.keywords}
     return Computed(_show(node))
+
+
+def _tests_bf16(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and not node.args and name_call(node) in _BF16_TESTS
 
 
 def is_plain(value: object) -> bool:

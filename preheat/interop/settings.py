@@ -28,6 +28,8 @@ class Settings:
         micro_batch: sequences (or pairs) per device and micro-batch.
         half_weights: trained weights are in half precision, without fp32 copies.
         frozen: precision of a frozen base under autocast, as in the recipe.
+        fp32_rest: what of a base in 4 bits is not quantized (embedding, norms, head) is in fp32, so that hidden states
+            are too.
         sources: of the data, in the recipe's terms (source, layout, columns, ...).
         family: architecture of a model that the file describes by its sizes, in place of naming one.
         architecture: sizes of the model, as transformers' configurations spell them.
@@ -42,6 +44,7 @@ class Settings:
         loss_rows: of a chunked loss, or with loss_parallel, positions of logits in memory at a time.
         regather: with sequence_parallel, inputs of blocks are gathered again in the backward pass.
         stages: of a pipeline, per device; None: the schedule's own.
+        padding_free: rows of a micro-batch that is not packed stand one after the other, without padding.
         pairs: a row of the data is two answers, each a sequence.
     """
 
@@ -66,6 +69,7 @@ class Settings:
     workers: int = 0
     limit: int | None = None
     packing: bool = False
+    padding_free: bool = False
     length: int = 512
     micro_batch: int = 1
     accumulation: int = 1
@@ -102,6 +106,7 @@ class Settings:
     half_weights: bool = False
     masters: bool = False
     frozen: str = "auto"
+    fp32_rest: bool = False
     checkpointing: bool = False
     checkpointing_mode: str = "full"
     kept_products: int = 1
@@ -186,6 +191,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "validation": ("data.validation",),
     "workers": ("data.workers",),
     "packing": ("data.packing",),
+    "padding_free": ("data.packing",),
     "length": ("batch.seq_len",),
     "micro_batch": ("batch.size",),
     "accumulation": ("techniques.gradient_accumulation", "batch.size"),
@@ -225,6 +231,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "half_weights": ("techniques.mixed_precision",),
     "masters": ("techniques.mixed_precision",),
     "frozen": ("techniques.mixed_precision.frozen",),
+    "fp32_rest": ("techniques.mixed_precision.frozen",),
     "checkpointing": ("techniques.activation_checkpointing",),
     "checkpointing_mode": ("techniques.activation_checkpointing.mode",),
     "kept_products": ("techniques.activation_checkpointing.products",),
@@ -377,7 +384,9 @@ def _build_techniques(settings: Settings) -> JsonObject:
         techniques["efficient_attention"] = {}
     if mode := _choose_precision(settings):
         techniques["mixed_precision"] = {"mode": mode}
-        if settings.frozen != "auto" and settings.adapter and not settings.quantized:
+        if settings.adapter and settings.quantized and settings.fp32_rest:
+            techniques["mixed_precision"] |= {"frozen": "fp32"}
+        elif settings.frozen != "auto" and settings.adapter and not settings.quantized:
             techniques["mixed_precision"] |= {"frozen": settings.frozen}
     if settings.adapter == "lora":
         techniques["lora"] = _build_lora(settings)

@@ -27,6 +27,13 @@ __all__ = [
     "TRL_ARGUMENTS",
     "TRL_DPO",
     "TRL_SFT",
+    "UNSLOTH",
+    "UNSLOTH_ADAPTER",
+    "UNSLOTH_ARGUMENTS",
+    "UNSLOTH_CLI",
+    "UNSLOTH_DPO",
+    "UNSLOTH_LOADING",
+    "UNSLOTH_TRAINING",
     "Default",
     "TrainerDefaults",
 ]
@@ -582,3 +589,91 @@ MEGATRON_SWIFT = TrainerDefaults(
     adapts={"lora": "all"},
     recomputes=(),
 )
+_UNSLOTH_LOADER = "unsloth/models/loader.py, from_pretrained"
+_UNSLOTH_CONFIG = "unsloth/models/rl.py, replacements of SFTConfig"
+_UNSLOTH_ADAPTER = "unsloth/models/llama.py, get_peft_model"
+_UNSLOTH_RUN = "unsloth_cli/config.py"
+UNSLOTH = TrainerDefaults(
+    version="2026.10.9",
+    settings={
+        **_TRAINER,
+        "length": Default(2048, "2,048 tokens a sequence", _UNSLOTH_LOADER),
+        "double_quantization": Default(True, "the scales of 4-bit weights are in 8 bits", "unsloth/models/llama.py"),
+        "micro_batch": Default(4, "4 sequences a micro-batch", _UNSLOTH_CONFIG),
+        "accumulation": Default(2, "2 micro-batches a step", _UNSLOTH_CONFIG),
+        "weight_decay": Default(0.001, "a weight decay of 0.001", _UNSLOTH_CONFIG),
+        "warmup_ratio": Default(0.1, "10 % of the steps are warmup", _UNSLOTH_CONFIG),
+        "seed": Default(3407, "", _UNSLOTH_CONFIG),
+        "optimizer": Default("adamw_8bit", "AdamW with states in 8 bits", _UNSLOTH_CONFIG),
+        "precision": Default("bf16", "bf16 on a GPU that has it", "unsloth/models/rl.py, mixed_precision_dtype"),
+        "half_weights": Default(
+            True, "fully trained weights stay in bf16", "unsloth/models/vision.py, float32_mixed_precision"
+        ),
+        "frozen": Default(
+            "auto",
+            "a frozen base in bf16 or 4 bits, adapters in fp32",
+            "unsloth_zoo/training_utils.py, prepare_model_for_training",
+        ),
+        "checkpointing": Default(
+            True, "activation checkpointing is on", f"{_UNSLOTH_ADAPTER}, use_gradient_checkpointing: unsloth"
+        ),
+        "activation_offload": Default(
+            True,
+            "the layers' inputs are kept on the host",
+            "unsloth_zoo/gradient_checkpointing.py, patch_unsloth_smart_gradient_checkpointing",
+        ),
+        "chunked_loss": Default(
+            True,
+            "head and loss are computed in chunks, without all logits",
+            "unsloth_zoo/fused_losses/cross_entropy_loss.py, UnslothFusedLoss",
+        ),
+        "fused_norm": Default(True, "norms are one kernel", "unsloth/kernels/rms_layernorm.py"),
+        "fused_gate": Default(True, "the gate is one kernel, in place", "unsloth/kernels/swiglu.py"),
+        "adapter_kernels": Default(
+            True, "adapted layers of one input are computed together", "unsloth/kernels/fast_lora.py"
+        ),
+        "packing": Default(False, "rows are not packed", "trl/trainer/sft_config.py"),
+        "padding_free": Default(True, "batches have no padding", "unsloth/trainer.py, _should_auto_padding_free"),
+        "train_on": Default("all", "prompts are trained on", "unsloth_zoo/dataset_utils.py, train_on_responses_only"),
+        "validation": Default(0.0, "nothing is held out", f"{_HF}, eval_strategy"),
+        "lora_rank": Default(16, "adapters of rank 16", _UNSLOTH_ADAPTER),
+        "lora_alpha": Default(16.0, "adapters' alpha of 16", _UNSLOTH_ADAPTER),
+    },
+    adapter_dropout=0.0,
+    adapts={"lora": "all", "qlora": "all"},
+    recomputes=("full-ft", "lora", "qlora"),
+)
+UNSLOTH_LOADING: Mapping[str, Default] = {
+    "quantized": Default(True, "the base is loaded in 4 bits", f"{_UNSLOTH_LOADER}, load_in_4bit")
+}
+"""Of its `from_pretrained`."""
+UNSLOTH_ADAPTER: Mapping[str, Default] = {"adapter": Default("lora", "adapters are trained", _UNSLOTH_ADAPTER)}
+"""Of `get_peft_model`."""
+UNSLOTH_DPO: Mapping[str, Default] = {
+    "preference": TRL_DPO.settings["preference"],
+    "padding_free": Default(False, "rows are padded, not packed", "trl/trainer/dpo_config.py"),
+}
+"""With DPOTrainer."""
+UNSLOTH_ARGUMENTS: Mapping[str, Default] = {
+    "micro_batch": _TRAINER["micro_batch"],
+    "accumulation": Default(1, "one micro-batch a step", _HF),
+    "weight_decay": _TRAINER["weight_decay"],
+    "warmup_ratio": Default(0.0, "no warmup", _HF),
+    "seed": _TRAINER["seed"],
+    "optimizer": Default("adamw_torch_fused", "fused AdamW", f"{_HF}, optim"),
+}
+"""Those of transformers' TrainingArguments, of which unsloth changes none."""
+UNSLOTH_TRAINING: Mapping[str, Default] = {**UNSLOTH_ARGUMENTS, "learning_rate": TRL_SFT.settings["learning_rate"]}
+"""Those of UnslothTrainingArguments, which is TRL's SFTConfig as it was before unsloth changed it."""
+UNSLOTH_CLI: Mapping[str, Default] = {
+    **UNSLOTH_LOADING,
+    "adapter": Default("lora", "adapters are trained", f"{_UNSLOTH_RUN}, training_type"),
+    "micro_batch": Default(2, "2 sequences a micro-batch", _UNSLOTH_RUN),
+    "accumulation": Default(4, "4 micro-batches a step", _UNSLOTH_RUN),
+    "learning_rate": Default(2e-4, "a learning rate of 2e-4", _UNSLOTH_RUN),
+    "weight_decay": Default(0.01, "a weight decay of 0.01", _UNSLOTH_RUN),
+    "warmup_ratio": Default(0.0, "", _UNSLOTH_RUN),
+    "warmup_steps": Default(5, "5 steps of warmup", _UNSLOTH_RUN),
+    "lora_rank": Default(64, "adapters of rank 64", _UNSLOTH_RUN),
+}
+"""Those of `unsloth train`."""

@@ -306,10 +306,6 @@ CALLS: Mapping[str, Handler] = {
     "prepare_model_for_kbit_training.model": ignore(_OBJECT),
     "prepare_model_for_kbit_training.use_gradient_checkpointing": switch("checkpointing"),
     "prepare_model_for_kbit_training.gradient_checkpointing_kwargs": COMMON["gradient_checkpointing_kwargs.*"],
-    **{
-        f"{name}#2.*": assume(f"the first call of {name} is the run's")
-        for name in ("TrainingArguments", "SFTConfig", "DPOConfig", "Trainer", "SFTTrainer", "DPOTrainer", _LOADED)
-    },
 }
 """Arguments of a script's calls."""
 
@@ -326,6 +322,9 @@ def finish_run(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
         key = next(entry for entry in entries.values() if entry.path[-1] == "load_in_4bit")
         raise key.error("a base in 4 bits is frozen, and there is no adapter to train; add use_peft or LoraConfig")
     prepares = "prepare_model_for_kbit_training"
+    if prepares in calls and settings.quantized:
+        settings.fp32_rest = True
+        notes.append(f"{prepares} casts embedding, norms and head to fp32, and hidden states follow")
     if prepares in calls and f"{prepares}.use_gradient_checkpointing" not in entries:
         settings.checkpointing = True
         notes.append(f"{prepares} switches activation checkpointing on")

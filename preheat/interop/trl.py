@@ -35,6 +35,7 @@ from preheat.interop.keys import (
 )
 from preheat.interop.llama_factory import LLAMA_FACTORY
 from preheat.interop.reading import Format
+from preheat.interop.script import FAST_CALLS
 from preheat.interop.settings import Settings
 from preheat.interop.trainer_defaults import TRL_ARGUMENTS
 from preheat.interop.trainer_defaults import TRL_DPO as DPO_DEFAULTS
@@ -57,7 +58,7 @@ from preheat.interop.training_arguments import (
 from preheat.interop.writing import Draft, Written
 from preheat.recipe import Recipe
 
-__all__ = ["TRL", "TRL_DPO"]
+__all__ = ["DPO_ARGUMENTS", "REFUSALS", "SFT_ARGUMENTS", "TRL", "TRL_DPO"]
 
 _LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
 _SFT_KEYS = frozenset(
@@ -127,10 +128,6 @@ def _read_strategy(settings: Settings, entry: Entry) -> Outcome:
     return Assumed("sequences are packed whole, and cut if they are longer than a row")
 
 
-def _read_padding_free(settings: Settings, entry: Entry) -> Outcome:
-    return Assumed("rows are padded, which takes more memory") if entry.truth() else NoEffect("switched off")
-
-
 def _read_sft_loss(settings: Settings, entry: Entry) -> Outcome:
     if entry.choice("nll", "chunked_nll", "dft") == "dft":
         return Assumed("plain cross entropy, which costs the same")
@@ -171,14 +168,14 @@ _SHARED: Mapping[str, Handler] = {
     "router_aux_loss_coef": assume("without a loss on the router, of little weight"),
     "truncation_mode": ignore("what becomes of rows that are too long"),
     "pad_to_multiple_of": ignore("every sequence is planned at its full length"),
-    "padding_free": _read_padding_free,
+    "padding_free": switch("padding_free"),
     "disable_dropout": ignore("models have no dropout, but for old ones"),
     **_names("pad_token eos_token", ignore("tokens that the tokenizer has")),
     # Keys of earlier versions.
     "max_prompt_length": assume("max_length cuts prompt and answer together"),
     **_names("dataset_batch_size num_of_sequences chars_per_token", ignore("preparing the data")),
 }
-_SFT: Mapping[str, Handler] = {
+SFT_ARGUMENTS: Mapping[str, Handler] = {
     **_SHARED,
     "packing": switch("packing"),
     "packing_strategy": _read_strategy,
@@ -191,7 +188,7 @@ _SFT: Mapping[str, Handler] = {
     "dataset_kwargs.*": ignore("preparing the data"),
     "shuffle_dataset": ignore("the order of the rows"),
 }
-_DPO: Mapping[str, Handler] = {
+DPO_ARGUMENTS: Mapping[str, Handler] = {
     **_SHARED,
     "beta": read_preference("beta"),
     "label_smoothing": read_preference("label_smoothing"),
@@ -254,7 +251,7 @@ _DATA: Mapping[str, Handler] = {
     **_names("num_processes num_machines", assume("the devices of the command (--count, --nodes)")),
     "config_file": assume("one device, or those of the command; name the file: --accelerate FILE"),
 }
-_REFUSALS: Mapping[str, Handler] = {
+REFUSALS: Mapping[str, Handler] = {
     **dict.fromkeys(_REWARD_KEYS, _refuse(REWARDS)),
     **dict.fromkeys(_OTHER_KEYS, _refuse(_OTHERS)),
     **{f"{name}{end}": _refuse(REWARDS) for name in _REWARD_CALLS for end in ("", ".*")},
@@ -265,7 +262,7 @@ _REFUSALS: Mapping[str, Handler] = {
 def _build_table(task: str, arguments: Mapping[str, Handler]) -> dict[str, Handler]:
     """Returns the table of a task: the keys of its files, and of the calls of its scripts."""
     return {
-        **_REFUSALS,
+        **REFUSALS,
         **_MODEL,
         **_DATA,
         **arguments,
@@ -458,7 +455,7 @@ def _write_adapter(draft: Draft) -> None:
         draft.say("dtype", "frozen", value="bfloat16")
 
 
-_NOT_TRL = LLAMA_FACTORY.unique | RUN_CLM | {"model", "base_model", "checkpoint_dir"}
+_NOT_TRL = LLAMA_FACTORY.unique | RUN_CLM | FAST_CALLS | {"model", "base_model", "checkpoint_dir"}
 
 TRL = Format(
     name="trl",
@@ -471,7 +468,7 @@ TRL = Format(
     variants={"TrainingArguments": TRL_ARGUMENTS, **VARIANTS},
     finish=_finish_sft,
     renamed=_rename("SFT"),
-    table=_build_table("SFT", _SFT),
+    table=_build_table("SFT", SFT_ARGUMENTS),
     write=write_trl,
 )
 
@@ -485,6 +482,6 @@ TRL_DPO = Format(
     variants={"TrainingArguments": TRL_ARGUMENTS, **VARIANTS},
     finish=_finish_dpo,
     renamed=_rename("DPO"),
-    table=_build_table("DPO", _DPO),
+    table=_build_table("DPO", DPO_ARGUMENTS),
     write=write_trl,
 )

@@ -148,15 +148,15 @@ def read(path: Path, where: str | None = None) -> tuple[Any, dict[tuple[str, ...
     return compose(read_text(path, where), where or str(path))
 
 
-def read_text(path: Path, where: str | None = None) -> str:
-    """Returns the text of a YAML file; arguments and errors as for `read`."""
+def read_text(path: Path, where: str | None = None, largest: int = LARGEST_FILE) -> str:
+    """Returns the text of a YAML file of at most so many bytes; other arguments and errors as for `read`."""
     where = where or str(path)
     try:
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise RecipeError(f"{where}: is {'a folder' if path.is_dir() else 'not a file'}; name a YAML file")
         # Before reading: a file of weights given by mistake may have gigabytes.
-        if path.stat().st_size > LARGEST_FILE:
-            raise RecipeError(f"{where}: is larger than {LARGEST_FILE >> 20} MiB, which no recipe is; name a YAML file")
+        if path.stat().st_size > largest:
+            raise RecipeError(f"{where}: is larger than {largest >> 20} MiB, which no recipe is; name a YAML file")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise RecipeError(f"{where}: not text in UTF-8") from None

@@ -54,6 +54,20 @@ args = SFTConfig(
 )
 SFTTrainer(model="base", args=args, train_dataset=load_dataset("json", data_files="rows.json")["train"]).train()
 """
+NOTEBOOK = (
+    "%%capture\n!pip install unsloth",
+    """\
+from unsloth import FastLanguageModel
+max_seq_length = 64
+model, tokenizer = FastLanguageModel.from_pretrained("base", max_seq_length=max_seq_length, load_in_4bit=False)
+model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing="unsloth")""",
+    """\
+trainer = SFTTrainer(
+    model=model,
+    train_dataset=load_dataset("json", data_files="rows.json")["train"],
+    args=SFTConfig(per_device_train_batch_size=2, max_steps=2, learning_rate=rate()),
+)""",
+)
 LITGPT = """\
 checkpoint_dir: base
 precision: bf16-true
@@ -183,6 +197,19 @@ def test_a_script_is_planned_with_the_file_of_accelerate_beside_it_and_trains(pr
     )
     assert job["mesh"] == {"shard": 2}
     preheat.here("train", "sft.py", "--out", "run")
+    assert sorted(losses(folder / "run")) == [1, 2]
+
+
+def test_a_notebook_is_planned_and_trains(preheat: Command, folder: Path) -> None:
+    cells = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in NOTEBOOK]
+    picture = {"output_type": "display_data", "data": {"image/png": "A" * (1 << 20)}}  # larger than any recipe
+    (folder / "nb.ipynb").write_text(json.dumps({"nbformat": 4, "cells": cells, "metadata": {"picture": picture}}))
+    plan = preheat.here.json("plan", "nb.ipynb", "--gpu", "H100")
+    jsonschema.validate(plan, preheat.here.json("plan", "--schema"))
+    assert (plan["reading"]["trainer"], plan["recipe"]["batch"]["size"]) == ("unsloth", 4)
+    (key,) = plan["reading"]["not_understood"]
+    assert (key["key"], key["file"], key["line"]) == ("SFTConfig.learning_rate", "nb.ipynb:cell 3", 4)
+    preheat.here("train", "nb.ipynb", "--out", "run")
     assert sorted(losses(folder / "run")) == [1, 2]
 
 

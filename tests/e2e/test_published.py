@@ -200,6 +200,21 @@ def test_transformers_operators_copies_and_dequantization_take_time(answers: dic
     assert by_transformers < 0.8 * by_unsloth
 
 
+def test_a_4_bit_base_prepared_by_peft_keeps_the_rest_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth's base is not, and its loss computes the gradient in place of the logits."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import published_rows
+
+    def build(notes: str) -> Any:
+        said = {"method": "qlora", "lora_rank": 8, "source_repo": "unslothai/unsloth", "precision": "bf16, nf4 weights"}
+        return published_rows.build_recipe(row("any", **said, notes=notes)).techniques
+
+    by_transformers, by_unsloth = build("HF on OASST"), build("Unsloth on OASST")
+    assert (by_transformers["mixed_precision"].frozen, by_unsloth["mixed_precision"].frozen) == ("fp32", "auto")
+    assert "chunked_loss" not in by_transformers
+    assert by_unsloth["chunked_loss"].rows == 2 * 512
+
+
 def test_time_is_that_of_the_mean_length_and_of_the_trainers_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import published_rows

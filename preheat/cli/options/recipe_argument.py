@@ -98,20 +98,22 @@ def read_foreign_config(
 
 
 def _read_script(what: str) -> tuple[str, str] | None:
-    """Returns the text of a Python or shell script, and its name in errors; None if `what` is none.
+    """Returns the text of a script or notebook, and its name in errors; None if `what` is none.
 
     The name has `::FUNCTION` if the user chooses one of several configurations of a script.
     """
     from preheat.interop.shell import is_shell
     from preheat.interop.torchtitan_registry import split_name
-    from preheat.recipe.yaml_io import read_text
+    from preheat.recipe.yaml_io import LARGEST_FILE, read_text
     from preheat.sanitize import shorten
 
     file = Path(split_name(what)[0])
-    if not (file.suffix == ".py" or is_shell(file.name)) or not file.is_file():
+    if not (file.suffix in (".py", ".ipynb") or is_shell(file.name)) or not file.is_file():
         return None
     where = shorten(what, 200)
-    return read_text(file, where), where
+    # Notebooks carry the output of their cells, with pictures.
+    largest = 64 * LARGEST_FILE if file.suffix == ".ipynb" else LARGEST_FILE
+    return read_text(file, where, largest), where
 
 
 def refuse_model(what: str, command: str) -> None:

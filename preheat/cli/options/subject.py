@@ -171,7 +171,7 @@ def _load_foreign_recipe(recipe: Recipe, reading: ConfigReading) -> Subject:
         name = find_preset(absent)
         if name is None:
             key = next((key for key in reading.taken if f'model.path: "{absent}"' in key.ours), None)
-            place = f"{reading.file}:{key.line}: {key.key}" if key else reading.file
+            place = f"{key.file or reading.file}:{key.line}: {key.key}" if key else reading.file
             raise RecipeError(f"{place}: {error}") from None
     sizes = f"{absent} is planned with the sizes of {name}, by its name"
     exact = absent in presets.find(name).checkpoints

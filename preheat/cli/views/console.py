@@ -49,8 +49,8 @@ RecipeArgument = Annotated[
     typer.Argument(
         metavar="RECIPE",
         help=(
-            "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration or script (.py, "
-            ".sh) of another trainer: axolotl, LLaMA-Factory, TRL, torchtitan, Megatron-LM, ..."
+            "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration, script (.py, "
+            ".sh) or notebook of another trainer: axolotl, LLaMA-Factory, TRL, unsloth, torchtitan, ..."
         ),
     ),
 ]

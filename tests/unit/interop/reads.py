@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ def read(
 
 def read_script(text: str, **options: Any) -> ForeignConfig:
     return read(text, Path("f.py"), where="f.py", **options)
+
+
+def read_notebook(*cells: str, **options: Any) -> ForeignConfig:
+    """Reads a notebook of these code cells, behind one of text."""
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    text = json.dumps({"nbformat": 4, "cells": [{"cell_type": "markdown", "source": "# Title"}, *code]})
+    return read(text, Path("f.ipynb"), where="f.ipynb", **options)
 
 
 def look_up(config: ForeignConfig, key: str) -> object:

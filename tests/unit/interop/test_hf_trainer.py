@@ -101,6 +101,12 @@ def test_other_trainers_files_are_not_transformers() -> None:
             "techniques.activation_checkpointing.mode",
             "full",
         ),
+        (
+            "b = BitsAndBytesConfig(load_in_4bit=True)\nl = LoraConfig()\n"
+            'm = AutoModelForCausalLM.from_pretrained("tiny", quantization_config=b)\nprepare_model_for_kbit_training(m)',
+            "techniques.mixed_precision.frozen",
+            "fp32",
+        ),
     ],
 )
 def test_a_scripts_calls_lead_to_the_recipes_keys(script: str, key: str, value: object) -> None:

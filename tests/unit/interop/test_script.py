@@ -37,6 +37,10 @@ from .reads import read_script as read
         ("LoraConfig()", Reference("LoraConfig")),
         ("lora", Reference("LoraConfig")),
         ("itself", Computed("itself")),
+        ("is_bfloat16_supported()", "auto"),
+        ("not torch.cuda.is_bf16_supported()", False),
+        ("not True", False),
+        ("not flag()", Computed("not flag()")),
         ("1e999", Computed("1e309")),
         (str(2**70), Computed(str(2**70))),
     ],
@@ -80,6 +84,23 @@ load_dataset("y", split="test")
     assert lines["load_dataset", "1", "split"] == 9
 
 
+def test_branches_that_never_run_are_not_read() -> None:
+    text = """
+length = 8
+if False:
+    length = 9
+    SFTConfig(max_length=1)
+else:
+    SFTConfig(max_length=length)
+"""
+    assert read_script(text, "f.py")[0] == {"SFTConfig": {"max_length": 8}}
+
+
+def test_get_peft_model_is_unsloths_only_with_its_class() -> None:
+    values = read_script("get_peft_model(m, 4)\nunsloth.FastModel.get_peft_model(m, 8)\n", "f.py")[0]
+    assert values == {"FastModel.get_peft_model": {"model": "m", "r": 8}}
+
+
 def test_a_script_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = 'print("run")\nraise SystemExit(7)\nargs = SFTConfig("out", max_steps=5)\n'
     before = set(sys.modules)
@@ -93,9 +114,9 @@ def test_the_second_call_of_a_name_is_not_understood() -> None:
     config = read(text, overrides=["model.path=tiny"])
     assert config.recipe.stop.max_steps == 5
     assert [(key.key, key.line) for key in config.reading.not_understood] == [
-        ("SFTConfig#2.output_dir", 2),
         ("SFTConfig#2.max_steps", 2),
     ]
+    assert config.reading.not_understood[0].assumed == "the first call of SFTConfig is the run's"
 
 
 @pytest.mark.parametrize(

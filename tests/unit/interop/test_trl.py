@@ -114,6 +114,14 @@ def test_a_file_that_does_not_tell_the_task_is_read_as_sft_and_says_so() -> None
     assert look_up(stated, "techniques.preference.loss") == "dpo"
 
 
+def test_batches_without_padding_are_said_to_be_so() -> None:
+    def says(lines: str) -> bool:
+        return any(text.startswith("batches have no padding") for text in read(SMALL + lines).reading.assumptions)
+
+    assert says("padding_free: true\n")
+    assert not says("padding_free: false\n")
+
+
 def test_a_length_of_null_is_planned_at_the_default_and_says_so() -> None:
     assert any(text.startswith("max_length: null") for text in read(SMALL + "max_length: null\n").reading.assumptions)
 
