@@ -17,8 +17,10 @@ from preheat.errors import RecipeError
 from preheat.interop.own_techniques import add_own_techniques
 
 if TYPE_CHECKING:
-    from preheat.cli.options.plan_options import TrainingPlanOptions
+    from preheat.cli.options.plan_options import Aim, TrainingPlanOptions
     from preheat.cli.options.subject import Subject
+    from preheat.cli.plan_solving import Solution
+    from preheat.core import Numerics
     from preheat.core.plan import Alternative, Plan, PlanFigures
     from preheat.planning.request import Request
     from preheat.planning.search.result import EvaluatedPlan, SearchResult
@@ -40,6 +42,14 @@ class _Question:
     def is_search(self) -> bool:
         """A recipe is planned as it is unless a search is asked for."""
         return not self.subject.from_user or self.options.aim is not None or self.options.allow is not None
+
+    @property
+    def aim(self) -> Aim:
+        return self.options.aim or "fastest"
+
+    @property
+    def allow(self) -> Numerics:
+        return self.options.allow or ("exact" if self.subject.from_user else "rounding")
 
     @property
     def key(self) -> str | None:
@@ -84,9 +94,19 @@ def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
         return
     if not options.json:
         print_progress("dry run: starting")  # the imports take seconds
+    solution = None if options.solve is None else _solve(question, options.solve)
+    if solution is not None:
+        subject = replace(subject, recipe=solution.subject.recipe)
+        question = replace(question, subject=subject)
     result, page = _plan_or_search(question)
     currency = options.price.currency if options.price is not None else result.currency
-    result = replace(result, text_part=text_part_note(subject.recipe), currency=currency, absent=subject.absent)
+    result = replace(
+        result,
+        text_part=text_part_note(subject.recipe),
+        currency=currency,
+        absent=subject.absent,
+        largest_value=None if solution is None else solution.largest,
+    )
     text = render_recipe(result, subject)
     if result.searched.interrupted:
         # The best so far is no answer to store, and the page takes another dry run.
@@ -104,6 +124,8 @@ def _read_question(options: TrainingPlanOptions) -> _Question:
     Raises:
         RecipeError: there is no such recipe or model, or the options contradict the recipe.
     """
+    if options.solve is not None and options.aim == "longest-context":
+        raise RecipeError("--solve: --aim longest-context solves for batch.seq_len by itself; leave one of the two out")
     subject = _choose_subject(options)
     if subject.from_user and options.method is not None:
         raise RecipeError(
@@ -117,16 +139,52 @@ def _read_question(options: TrainingPlanOptions) -> _Question:
     return _Question(options, subject, devices, per_host)
 
 
-def _choose_subject(options: TrainingPlanOptions, *, method: str | None = None, devices: int | None = None) -> Subject:
-    """Returns the recipe that is asked for, or that of another method or number of devices."""
+def _choose_subject(
+    options: TrainingPlanOptions,
+    *,
+    method: str | None = None,
+    devices: int | None = None,
+    overrides: Sequence[str] = (),
+    changes: Mapping[tuple[str, ...], object] | None = None,
+) -> Subject:
+    """Returns the recipe that is asked for, or that of another method, number of devices, or value of some keys."""
     return find_subject(
         options.what,
-        options.set,
+        [*options.set, *overrides],
         method=method or options.method or "full",
         length=options.length,
         batch_tokens=options.batch_tokens,
         devices=devices or options.devices,
-        foreign=options.foreign,
+        foreign=replace(options.foreign, changes=changes or {}),
+    )
+
+
+def _solve(question: _Question, key: str) -> Solution:
+    """Finds the largest value of a key with which the recipe fits, as it is or by a search for each value."""
+    from preheat.cli.plan_solving import solve
+    from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.plan_request import request_of
+    from preheat.planning.search.candidates import Space
+    from preheat.planning.search.search import count_passes, search
+
+    options, subject = question.options, question.subject
+    world = None if options.gpu is None and not question.is_search else question.devices
+    request = request_of(subject.recipe, options.gpu, world=world, per_host=question.per_host, count_rows=False)
+
+    def plan_request(request: Request) -> Plan:
+        if not question.is_search:
+            return plan(resolve_auto(request))
+        space, aim = Space(request, question.allow), question.aim
+        assert aim != "longest-context", "refused with the options"
+        return search(space, aim=aim, passes=count_passes(request.devices) // 3, confirm=False).best.plan
+
+    return solve(
+        key,
+        subject,
+        lambda overrides, changes: _choose_subject(options, overrides=overrides, changes=changes),
+        request,
+        plan_request,
+        quiet=options.json,
     )
 
 
@@ -138,6 +196,8 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         figures: of its page; None if no page is asked for, or the search was interrupted.
     """
     options, subject, per_host = question.options, question.subject, question.per_host
+    if largest := result.largest_value:
+        options = replace(options, set=(*options.set, *largest.overrides))
     result = replace(result, reading=subject.reading)
     assumed = [] if subject.from_user else list_assumed_settings(subject, result, again, per_host=per_host)
     command = build_next_command(result, subject, options, again, per_host=per_host)
@@ -186,8 +246,8 @@ def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures
     return _search_recipe(
         request,
         _find_fixes(question),
-        aim=options.aim or "fastest",
-        allow=options.allow or ("exact" if subject.from_user else "rounding"),
+        aim=question.aim,
+        allow=question.allow,
         price=price,
         quiet=options.json,
     )
@@ -302,7 +362,7 @@ def _find_fixes(question: _Question) -> _Fixes:
 
 
 def _search_recipe(
-    request: Request, fixes: _Fixes, *, aim: str, allow: str, price: float | None, quiet: bool
+    request: Request, fixes: _Fixes, *, aim: Aim, allow: Numerics, price: float | None, quiet: bool
 ) -> tuple[Plan, Callable[[], PlanFigures]]:
     """Searches for the best recipe; if nothing fits, the alternatives are what does.
 
@@ -327,10 +387,10 @@ def _search_recipe(
             print_progress(f"dry run: {message}")
 
     def search_for(request: Request, *, passes: int = passes, confirm: bool = True) -> SearchResult:
-        space = Space(request, allow)  # type: ignore[arg-type]
+        space = Space(request, allow)
         if aim == "longest-context":
             return find_longest(space, passes=passes, tell=tell)
-        return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)  # type: ignore[arg-type]
+        return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)
 
     def iterate_fitting(result: SearchResult) -> Iterator[Alternative]:
         """Yields what fits instead, as alternatives."""
@@ -358,7 +418,7 @@ def _search_recipe(
             if instead.best.plan.fits_safely:
                 base = " on a base in 4 bits" if name == "qlora" else ""
                 yield build_alternative(["--method", name], instead, f"trains an adapter{base}")
-        space = Space(request, allow)  # type: ignore[arg-type]
+        space = Space(request, allow)
         if shorter := find_shorter_rows(result.best, space):
             length = shorter.recipe.batch.seq_len
             yield build_alternative(

@@ -25,7 +25,18 @@ from preheat.core.config_reading import (
 )
 from preheat.errors import RecipeError
 from preheat.interop.deepspeed import find_file
-from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
+from preheat.interop.keys import (
+    Assumed,
+    Computed,
+    Entry,
+    Handler,
+    Ignore,
+    NoEffect,
+    Reference,
+    Takes,
+    iterate_entries,
+    replace_value,
+)
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
 from preheat.interop.trainer_defaults import Default, TrainerDefaults
@@ -36,7 +47,7 @@ from preheat.sanitize import quote_value, shorten
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["ForeignConfig", "Format", "find_format", "read_config"]
+__all__ = ["ForeignConfig", "ForeignFile", "Format", "find_format", "read_config"]
 
 _log = logging.getLogger("preheat.interop")  # shown by the command line
 
@@ -99,6 +110,22 @@ class Format:
 
 
 @dataclass(frozen=True)
+class ForeignFile:
+    """The text of another trainer's configuration, as it was read.
+
+    Attributes:
+        values: of the text, with the changes that were asked for.
+        padded: rows of the data are padded, not packed.
+    """
+
+    path: Path
+    text: str
+    format: Format
+    values: Mapping[str, Any]
+    padded: bool
+
+
+@dataclass(frozen=True)
 class ForeignConfig:
     """A recipe that was read from another trainer's configuration.
 
@@ -110,6 +137,7 @@ class ForeignConfig:
     recipe: Recipe
     reading: ConfigReading
     reads_data: bool
+    file: ForeignFile
     names_data: bool = True
 
 
@@ -180,6 +208,7 @@ def read_config(
     *,
     where: str | None = None,
     overrides: Sequence[str] = (),
+    changes: Mapping[tuple[str, ...], object] | None = None,
     devices: int | None = None,
     deepspeed: Path | None = None,
     accelerate: Path | None = None,
@@ -192,6 +221,7 @@ def read_config(
         file: relative paths in it may start from its folder.
         where: name of the file in errors.
         overrides: `key=value` of the recipe.
+        changes: path of a key of the file -> the value to read in place of the text's.
         devices: number of devices; None: as many as the file's degrees of parallelism need.
         deepspeed: DeepSpeed's JSON; by default the file that the configuration names.
         accelerate: accelerate's YAML.
@@ -205,6 +235,8 @@ def read_config(
     values, lines = _parse(text, where)
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
+    for path, value in (changes or {}).items():
+        values = replace_value(values, path, value)
     defaults = format.choose_defaults(values)
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
@@ -232,7 +264,8 @@ def read_config(
         for key in reading.not_understood:
             _log.warning("%s:%d: %s: not understood; %s", key.file or where, key.line, key.key, key.assumed)
     names_data = bool(settings.sources) or any(item.startswith("data.") for item in overrides)
-    return ForeignConfig(recipe, reading, reads_data, names_data)
+    source = ForeignFile(file, text, format, values, padded=not settings.packing)
+    return ForeignConfig(recipe, reading, reads_data, source, names_data)
 
 
 _MODEL = ("model.path=", "model.size=", "model.preset=")

@@ -57,13 +57,18 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlanOptions(PlanOptions):
-    """The options of a plan for training: of a recipe as it is, or of a search around it."""
+    """The options of a plan for training: of a recipe as it is, or of a search around it.
+
+    Attributes:
+        solve: key to find the largest value of.
+    """
 
     batch_tokens: int | None
     method: Method | None
     aim: Aim | None
     allow: Numerics | None
     price: Price | None
+    solve: str | None
     out: Path | None
     html: Path | None
     verbose: bool

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import format_duration, format_gflops, format_rate
 from preheat.core.mesh import DATA, Axis, sizes_of
-from preheat.core.plan import Alternative, Cost, Energy, Plan, SpeedNow, Verdict
+from preheat.core.plan import Alternative, Cost, Energy, LargestValue, Plan, SpeedNow, Verdict
 from preheat.sanitize import escape_control_characters, format_memory, format_percent, format_three_digits, shorten
 
 if TYPE_CHECKING:
@@ -158,6 +158,8 @@ class Answer:
             entries.append(_Entry("method", _describe_method(recipe, plan), most=4, least=2, order=4))
         if self.assumed:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
+        if largest := plan.largest_value:
+            entries.append(_Entry("largest", _describe_largest(largest), style="bold", most=4))
         if longest := plan.longest_context:
             reached = (
                 f"{longest.length:,} tokens a sequence fit ({format_memory(longest.peak_gib)})"
@@ -409,6 +411,18 @@ def resolve_recipe(plan: Plan, techniques: Mapping[str, Any] | None = None) -> R
 def _describe_techniques(techniques: Iterable[Technique]) -> list[str]:
     # Accumulation shows as the rows of a micro-batch.
     return [describe(t) for t in techniques if t.is_parallel() or t.micro_batch_count() == 1]
+
+
+def _describe_largest(largest: LargestValue) -> str:
+    """Describes the largest value that fits, why no larger one does, and what sets it."""
+    limit = largest.limit
+    if largest.next_value is not None:
+        limit = f"{largest.next_value:,} {'is refused: ' if largest.next_peak_gib is None else ''}{limit}"
+    ways = [f"write `{largest.line}`"] if largest.line else []
+    ways += [" ".join(f"--set {item}" for item in largest.overrides)] if largest.overrides else []
+    return "; ".join(
+        filter(None, (f"{largest.key} {largest.value:,} is the largest that fits", limit, " or ".join(ways)))
+    )
 
 
 def _describe_method(recipe: Recipe, plan: Plan) -> str:
