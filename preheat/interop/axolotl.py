@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from preheat.errors import RecipeError
 from preheat.interop.fsdp import FSDP, read_fsdp, read_fsdp_version
 from preheat.interop.hf_keys import (
     ADAPTED,
@@ -24,10 +25,22 @@ from preheat.interop.hf_keys import (
     read_variant,
     switch,
 )
+from preheat.interop.hf_writing import (
+    is_file,
+    write_batch,
+    write_optimizer,
+    write_precision,
+    write_saving,
+    write_schedule,
+    write_warmup,
+    write_zero1,
+)
 from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, refuse, take
 from preheat.interop.reading import Format
 from preheat.interop.settings import Settings
 from preheat.interop.trainer_defaults import AXOLOTL as DEFAULTS
+from preheat.interop.writing import Draft, Written
+from preheat.recipe import Recipe
 
 __all__ = ["AXOLOTL"]
 
@@ -257,6 +270,199 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     return notes
 
 
+_SPELLING = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "num_train_epochs": "num_epochs",
+    "optim": "optimizer",
+    "lr_scheduler_type": "lr_scheduler",
+}
+"""Arguments of transformers' Trainer that axolotl names otherwise."""
+
+
+def write_axolotl(recipe: Recipe, folder: Path = Path()) -> Written:
+    """Writes a recipe as axolotl's YAML.
+
+    Args:
+        folder: of the file, from where the run is started.
+
+    Raises:
+        RecipeError: the recipe has no such form at all.
+    """
+    draft = Draft(recipe, "axolotl", DEFAULTS.settings, spelling=_SPELLING)
+    settings = draft.settings
+    draft.say("base_model", "model")
+    for key, name in (
+        ("tokenizer_config", "tokenizer"),
+        ("tokens", "add_tokens"),
+        ("reinit_weights", "random_weights"),
+    ):
+        if getattr(settings, name):
+            draft.say(key, name)
+    if not settings.attention:
+        draft.say("attn_implementation", "attention", value="eager")
+    if settings.preference:
+        _write_preference(draft)
+    _write_data(draft)
+    _write_adapter(draft)
+    draft.say("sequence_len", "length", always=True)
+    if not settings.preference:
+        draft.say("sample_packing", "packing")
+    write_batch(draft)
+    write_optimizer(draft, others={"muon": "muon"})
+    if settings.schedule == "cosine":
+        draft.say("lr_scheduler_type", "schedule")
+        draft.say("cosine_min_lr_ratio", "min_lr_ratio")
+        write_warmup(draft, "warmup_ratio")
+    else:
+        write_schedule(draft, fraction="warmup_ratio")
+    write_precision(draft, None)
+    draft.explain("techniques.mixed_precision.mode", "axolotl keeps trained weights in bf16: mode: bf16_pure")
+    _write_memory(draft)
+    _write_devices(draft)
+    write_saving(draft)
+    draft.start.append("axolotl train {file}" + (f"   (on {settings.world} devices)" if settings.world > 1 else ""))
+    return draft.finish()
+
+
+def _write_preference(draft: Draft) -> None:
+    losses = {ours: theirs for theirs, ours in _LOSSES.items() if theirs != "kto"}
+    preference = draft.settings.preference
+    loss = str(preference["loss"])
+    if loss not in losses:
+        raise RecipeError(f"techniques.preference.loss: {loss}: axolotl has {', '.join(losses)}; use one of these")
+    keys = {"beta": "orpo_alpha" if loss == "orpo" else "rl_beta", "gamma": "simpo_gamma"}
+    keys |= {"label_smoothing": "dpo_label_smoothing"} if loss == "dpo" else {}
+    draft.put("rl", losses[loss])
+    for ours, theirs in keys.items():
+        if ours in preference:
+            draft.put(theirs, preference[ours])
+    draft.agree("pairs")
+    draft.said.preference = {"loss": loss} | {key: preference[key] for key in keys if key in preference}
+
+
+_TYPES = {"alpaca": "alpaca", "messages": "chat_template", "sharegpt": "chat_template", "text": "completion"}
+_COLUMNS = {"messages": "field_messages", "conversations": "field_messages", "chosen": "field_chosen"}
+_COLUMNS |= {"rejected": "field_rejected", "prompt": "field_prompt"}
+
+
+def _write_data(draft: Draft) -> None:
+    settings = draft.settings
+    pairs = [_write_source(draft, source) for source in settings.sources]
+    # Text that is streamed is split at the ends of sequences.
+    texts = settings.streaming and settings.max_steps and {s.get("layout") for s in settings.sources} == {"text"}
+    draft.put(
+        "pretraining_dataset" if texts and not settings.validation else "datasets", [theirs for theirs, _ in pairs]
+    )
+    draft.said.sources = [said for _, said in pairs]
+    if settings.streaming:
+        draft.say("streaming", "streaming")
+    if settings.template is not None:
+        names = {ours: theirs for theirs, ours in _TEMPLATES.items()}
+        if settings.template in names:
+            draft.say("chat_template", "template", value=names[settings.template])
+    layouts = {str(source.get("layout", "auto")) for source in settings.sources}
+    if settings.train_on == "all" and not layouts <= {"text", "preference"}:
+        draft.say("train_on_inputs", "train_on", value=True)
+    if isinstance(settings.validation, float):
+        draft.say("val_set_size", "validation")
+    else:
+        draft.explain("data.validation", "axolotl holds a fraction out: --set data.validation=0.02")
+
+
+def _write_source(draft: Draft, source: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Returns a source in axolotl's keys, and what of it they say."""
+    layout = str(source.get("layout", "auto"))
+    theirs: dict[str, object] = {"path": source["source"]}
+    if is_file(source["source"]) and (suffix := Path(str(source["source"])).suffix.removeprefix(".")):
+        theirs["ds_type"] = {"jsonl": "json", "txt": "text"}.get(suffix, suffix)
+    said = {key: source[key] for key in ("source", "layout") if key in source}
+    if draft.settings.preference and layout == "preference":
+        theirs["type"] = "chat_template.default"
+    elif layout in _TYPES and not draft.settings.preference:
+        theirs["type"] = _TYPES[layout]
+    else:
+        known = "preference" if draft.settings.preference else ", ".join(_TYPES)
+        draft.refuse("data.layout", layout, f"axolotl needs the rows' format: write one of {known}, which it reads")
+    if layout == "sharegpt":
+        theirs["field_messages"] = "conversations"
+        theirs["message_property_mappings"] = {"role": "from", "content": "value"}
+    columns = source.get("columns", {})
+    assert isinstance(columns, Mapping)
+    if columns and columns.keys() <= _COLUMNS.keys():
+        theirs |= {_COLUMNS[field]: name for field, name in columns.items()}
+        said["columns"] = columns
+    if layout == "text" and "text" in source:
+        theirs["field"] = said["text"] = source["text"]
+    for key, name in (("subset", "name"), ("split", "split")):
+        if key in source:
+            theirs[name] = said[key] = source[key]
+    return theirs, said
+
+
+def _write_adapter(draft: Draft) -> None:
+    settings = draft.settings
+    if settings.adapter is None:
+        return
+    draft.say("adapter", "adapter", value="qlora" if settings.quantized else "lora")
+    if settings.quantized:
+        draft.say("load_in_4bit", "quantized")
+        if not settings.double_quantization:
+            draft.say("bnb_config_kwargs.bnb_4bit_use_double_quant", "double_quantization")
+    draft.say("lora_r", "lora_rank", always=True)
+    draft.say("lora_alpha", "lora_alpha", always=True)
+    draft.say("lora_dropout", "lora_dropout", always=True)
+    if settings.lora_targets == "all-linear":
+        draft.say("lora_target_linear", "lora_targets", value=True)
+    else:
+        draft.say("lora_target_modules", "lora_targets")
+    if settings.lora_variant in ("rslora", "dora"):
+        draft.say(f"peft_use_{settings.lora_variant}", "lora_variant", value=True)
+    elif settings.lora_variant == "pissa":
+        draft.say("peft_init_lora_weights", "lora_variant", value="pissa")
+
+
+def _write_memory(draft: Draft) -> None:
+    settings = draft.settings
+    if settings.activation_offload and settings.checkpointing:
+        draft.say("gradient_checkpointing", "checkpointing", "activation_offload", value="offload")
+    else:
+        draft.say("gradient_checkpointing", "checkpointing")
+        if settings.activation_offload:
+            draft.say("activation_offloading", "activation_offload")
+    if settings.chunked_loss:
+        draft.say("chunked_cross_entropy", "chunked_loss")
+    for key, name in (("torch_compile", "compiled"), ("neftune_noise_alpha", "neftune"), ("fp8", "fp8")):
+        if getattr(settings, name):
+            draft.say(key, name)
+    if settings.label_smoothing:
+        draft.say("label_smoothing_factor", "label_smoothing")
+    if settings.compiled or not (settings.fused_norm or settings.fused_gate):
+        return
+    draft.put("plugins", ["axolotl.integrations.liger.LigerPlugin"])
+    for key, name in (("liger_rms_norm", "fused_norm"), ("liger_glu_activation", "fused_gate")):
+        if getattr(settings, name):
+            draft.say(key, name)
+
+
+def _write_devices(draft: Draft) -> None:
+    settings = draft.settings
+    if settings.sharding == "optimizer":
+        write_zero1(draft)
+    elif settings.sharding is not None:
+        draft.say("fsdp_version", "sharding", value=2)
+        draft.put("fsdp_config.reshard_after_forward", settings.sharding == "full")
+        draft.say("fsdp_config.offload_params", "offload")
+        draft.put("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+        draft.put("fsdp_config.state_dict_type", "FULL_STATE_DICT")
+    for name in ("tensor_parallel", "context_parallel", "expert_parallel"):
+        if getattr(settings, name) > 1:
+            draft.say(f"{name}_size", name)
+    if settings.replicas > 1:
+        draft.say("dp_replicate_size", "replicas")
+    if settings.sharding in ("full", "gradients") and (settings.replicas > 1 or settings.model_parallel > 1):
+        draft.put("dp_shard_size", max(settings.ranks // settings.replicas, 1))
+
+
 _IMAGES = refuse(VISION)
 
 AXOLOTL = Format(
@@ -266,6 +472,7 @@ AXOLOTL = Format(
     unique=frozenset(),
     defaults=DEFAULTS,
     finish=_finish,
+    write=write_axolotl,
     renamed={
         "sequence_parallel_degree": "context_parallel_size",
         "dpo_beta": "rl_beta",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from preheat.errors import RecipeError
 from preheat.interop.fsdp import FSDP, read_fsdp
 from preheat.interop.hf_keys import (
     ADAPTED,
@@ -22,11 +26,24 @@ from preheat.interop.hf_keys import (
     read_variant,
     switch,
 )
+from preheat.interop.hf_writing import (
+    is_file,
+    list_targets,
+    write_batch,
+    write_fsdp,
+    write_kernels,
+    write_optimizer,
+    write_precision,
+    write_saving,
+    write_schedule,
+)
 from preheat.interop.keys import Assumed, Entry, NoEffect, Outcome, Takes, assume, ignore, refuse, take
 from preheat.interop.reading import Format
 from preheat.interop.settings import Settings
 from preheat.interop.trainer_defaults import LLAMA_FACTORY as DEFAULTS
+from preheat.interop.writing import Draft, Written
 from preheat.model_folder import read_object
+from preheat.recipe import Recipe
 from preheat.sanitize import quote_value
 
 __all__ = ["LLAMA_FACTORY"]
@@ -162,7 +179,8 @@ def _read_dataset(name: object, info: Mapping[str, object], file: Path, entry: E
     if media := next((kind for kind in _MEDIA if kind in columns), None):
         raise entry.error(f"{name}: its rows have {media}; {VISION}")
     hub, local = facts.get("hf_hub_url") or facts.get("ms_hub_url"), facts.get("file_name")
-    source: dict[str, object] = {"source": str(hub or file.parent / str(local or name))}
+    # Such as data/../rows.jsonl, which is rows.jsonl.
+    source: dict[str, object] = {"source": str(hub or os.path.normpath(file.parent / str(local or name)))}
     chats = facts.get("formatting", "alpaca") != "alpaca"
     if facts.get("ranking"):
         layout, roles = "preference", {"chosen": "chosen", "rejected": "rejected", "prompt": "instruction"}
@@ -214,6 +232,185 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     return notes
 
 
+_OURS = {"qwen": "qwen", "gemma": "gemma", "phi3": "phi", "alpaca": "alpaca", "chatml": "chatml"}
+_OURS |= {"llama3": "llama3", "mistral": "mistral", "phi4": "phi4"}
+"""A recipe's template -> LLaMA-Factory's name of it."""
+_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+_FACTS: Mapping[str, Mapping[str, object]] = {
+    "messages": {
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": _TAGS | {"system_tag": "system"},
+    },
+    "sharegpt": {"formatting": "sharegpt", "columns": {"messages": "conversations"}},
+    "alpaca": {"columns": {"prompt": "instruction", "query": "input", "response": "output"}},
+    "text": {"columns": {"prompt": "text"}},
+    "preference": {"ranking": True, "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}},
+}
+"""A recipe's layout -> what dataset_info.json says of such rows."""
+_THEIRS = {"instruction": "prompt", "input": "query", "output": "response", "conversations": "messages"}
+
+
+def write_llama_factory(recipe: Recipe, folder: Path = Path()) -> Written:
+    """Writes a recipe as LLaMA-Factory's YAML, with `dataset_info.json` beside it.
+
+    Args:
+        folder: of the files, from where the run is started.
+
+    Raises:
+        RecipeError: the recipe has no such form at all.
+    """
+    draft = Draft(recipe, "LLaMA-Factory", DEFAULTS.settings)
+    settings = draft.settings
+    draft.say("model_name_or_path", "model")
+    if settings.random_weights:
+        draft.say("train_from_scratch", "random_weights")
+    if settings.add_tokens:
+        draft.say("add_special_tokens", "add_tokens", value=",".join(settings.add_tokens))
+    layouts = {str(source.get("layout", "auto")) for source in settings.sources}
+    if "text" in layouts and layouts != {"text"}:
+        raise RecipeError(
+            "data.layout: text: LLaMA-Factory trains on plain text alone (stage pt), not together with conversations; "
+            "leave one of them out"
+        )
+    draft.put("stage", "dpo" if settings.preference else "pt" if layouts == {"text"} else "sft")
+    draft.put("do_train", True)
+    if settings.preference:
+        _write_preference(draft)
+    _write_adapter(draft)
+    _write_datasets(draft, folder)
+    _write_rows(draft, layouts)
+    draft.say("cutoff_len", "length", always=True)
+    write_batch(draft)
+    muon = settings.optimizer == "muon"
+    write_optimizer(draft)
+    if muon:
+        draft.say("use_muon", "optimizer", value=True)
+    if settings.apollo and settings.adapter is None:
+        draft.say("use_apollo", "apollo")
+    write_schedule(draft)
+    write_precision(draft, ("pure_bf16", True))
+    draft.say("disable_gradient_checkpointing", "checkpointing", value=not settings.checkpointing)
+    if not settings.attention:
+        draft.say("flash_attn", "attention", value="disabled")
+    for key, name in (("shift_attn", "shifted_groups"), ("fp8", "fp8")):
+        if getattr(settings, name):
+            draft.say(key, name)
+    write_kernels(draft, "enable_liger_kernel")
+    write_fsdp(draft)
+    write_saving(draft)
+    devices = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={settings.world} " if settings.world > 1 else ""
+    draft.start.append(f"{devices}llamafactory-cli train {{file}}")
+    return draft.finish()
+
+
+def _write_preference(draft: Draft) -> None:
+    losses = {ours: theirs for theirs, ours in _LOSSES.items()}
+    preference = draft.settings.preference
+    loss = str(preference["loss"])
+    if loss not in losses:
+        raise RecipeError(
+            f"techniques.preference.loss: {loss}: LLaMA-Factory has {', '.join(losses)}; use one of these"
+        )
+    keys = {"beta": "pref_beta", "nll": "pref_ftx", "gamma": "simpo_gamma"}
+    keys |= {"label_smoothing": "dpo_label_smoothing"} if loss == "dpo" else {}
+    draft.put("pref_loss", losses[loss], default=loss == "dpo")
+    for ours, theirs in keys.items():
+        if ours in preference:
+            draft.put(theirs, preference[ours])
+    draft.agree("pairs")
+    draft.said.preference = {"loss": loss} | {key: preference[key] for key in keys if key in preference}
+
+
+def _write_adapter(draft: Draft) -> None:
+    settings = draft.settings
+    draft.say("finetuning_type", "adapter", value="full" if settings.adapter is None else "lora", always=True)
+    if settings.adapter is None:
+        return
+    draft.say("lora_rank", "lora_rank", always=True)
+    draft.say("lora_alpha", "lora_alpha", always=True)
+    draft.say("lora_dropout", "lora_dropout")
+    targets = list_targets(settings)
+    if targets == ["all-linear"] or not isinstance(settings.lora_targets, str):
+        draft.say("lora_target", "lora_targets", value="all" if targets == ["all-linear"] else ",".join(targets))
+    if settings.lora_variant in ("rslora", "dora"):
+        draft.say(f"use_{settings.lora_variant}", "lora_variant", value=True)
+    elif settings.lora_variant == "pissa":
+        draft.say("pissa_init", "lora_variant", value=True)
+        if settings.pissa_iterations:
+            draft.say("pissa_iter", "pissa_iterations")
+    if settings.quantized:
+        draft.say("quantization_bit", "quantized", value=4)
+        draft.say("double_quantization", "double_quantization")
+
+
+def _write_datasets(draft: Draft, folder: Path) -> None:
+    """Writes the names of the datasets, and what they are to `dataset_info.json`."""
+    info: dict[str, object] = {}
+    said = []
+    for source in draft.settings.sources:
+        facts, kept = _write_source(draft, source, folder)
+        name = re.sub(r"[^\w-]+", "_", Path(str(source["source"])).stem).strip("_") or "data"
+        info[name if name not in info else f"{name}_{len(info)}"] = facts
+        said.append(kept)
+    draft.put("dataset", ",".join(info))
+    draft.put("dataset_dir", str(folder))
+    draft.beside[_INFO] = json.dumps(info, indent=2, ensure_ascii=False) + "\n"
+    draft.said.sources = said
+
+
+def _write_source(
+    draft: Draft, source: Mapping[str, object], folder: Path
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Returns what `dataset_info.json` says of a source, and what of the source it says."""
+    name, layout = str(source["source"]), str(source.get("layout", "auto"))
+    facts: dict[str, object] = {"file_name": os.path.relpath(name, folder)} if is_file(name) else {"hf_hub_url": name}
+    said = {key: source[key] for key in ("source", "layout") if key in source}
+    if layout not in _FACTS or (layout == "preference") != bool(draft.settings.preference):
+        known = "preference" if draft.settings.preference else ", ".join(key for key in _FACTS if key != "preference")
+        draft.refuse(
+            "data.layout", layout, f"LLaMA-Factory needs the rows' format: write one of {known}, which it reads"
+        )
+        return facts, said
+    facts |= json.loads(json.dumps(_FACTS[layout]))
+    columns, names = source.get("columns", {}), facts["columns"]
+    assert isinstance(columns, Mapping)
+    assert isinstance(names, dict)
+    fields = {field: _THEIRS.get(field, field) for field in columns}
+    if set(fields.values()) <= names.keys():
+        names |= {theirs: columns[field] for field, theirs in fields.items()}
+        said |= {"columns": columns} if columns else {}
+    if layout == "text" and "text" in source:
+        names["prompt"] = said["text"] = source["text"]
+    for ours, theirs in (("subset", "subset"), ("split", "split"), ("limit", "num_samples")):
+        if ours in source:
+            facts[theirs] = said[ours] = source[ours]
+    return facts, said
+
+
+def _write_rows(draft: Draft, layouts: set[str]) -> None:
+    """Writes the template, packing and the trained part of the rows."""
+    settings = draft.settings
+    if layouts != {"text"}:
+        if settings.template in _OURS:
+            draft.say("template", "template", value=_OURS[settings.template])
+        elif settings.template is None:
+            draft.note("template: is left out, so that LLaMA-Factory takes the tokenizer's own")
+        if settings.train_on in ("all", "last"):
+            key = "train_on_prompt" if settings.train_on == "all" else "mask_history"
+            draft.say(key, "train_on", value=True)
+    if not settings.preference:
+        draft.say("packing", "packing", always=layouts == {"text"})
+        if settings.packing and layouts != {"text"}:
+            draft.put("neat_packing", True)  # no attention between the examples of a sequence
+    if settings.streaming:
+        draft.say("streaming", "streaming")
+    if isinstance(settings.validation, float):
+        draft.say("val_size", "validation")
+    else:
+        draft.explain("data.validation", "LLaMA-Factory holds a fraction out: --set data.validation=0.02")
+
+
 _IMAGES = refuse(VISION)
 
 LLAMA_FACTORY = Format(
@@ -223,6 +420,7 @@ LLAMA_FACTORY = Format(
     unique=frozenset({"stage", "finetuning_type", "cutoff_len", "template", "lora_target"}),
     defaults=DEFAULTS,
     finish=_finish,
+    write=write_llama_factory,
     renamed={
         "per_gpu_train_batch_size": "per_device_train_batch_size",
         "sft_packing": "packing",
@@ -323,6 +521,7 @@ LLAMA_FACTORY = Format(
         "per_device_train_batch_size": take("micro_batch", Entry.whole),
         "num_train_epochs": read_epochs,
         "lr_scheduler_type": read_schedule,
+        "lr_scheduler_kwargs.min_lr_rate": take("min_lr_ratio", lambda entry: min(entry.number(), 0.999)),
         "lr_scheduler_kwargs.*": assume("the cosine falls to 0"),
         "optim": read_optimizer,
         "use_muon": switch("optimizer", "muon"),

@@ -46,6 +46,7 @@ from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
+    from preheat.interop.writing import Write
 
 __all__ = ["ForeignConfig", "ForeignFile", "Format", "find_format", "read_config"]
 
@@ -79,6 +80,7 @@ class Format:
         renamed: old key -> the key that replaced it, which handles it.
         removed: key of an earlier version -> what to write instead.
         finish: applies the trainer's own rules once all keys are read; takes the keys by name, to blame.
+        write: writes a recipe as such a file (`writing.Draft`); None: the format is only read.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Format:
     renamed: Mapping[str, str] = field(default_factory=dict)
     removed: Mapping[str, str] = field(default_factory=dict)
     finish: Callable[[Settings, Mapping[str, Entry]], Sequence[str]] = lambda settings, entries: ()
+    write: Write | None = None
 
     def find_own_key(self, values: Mapping[str, object]) -> str | None:
         """Returns a key by which a file is of this format; None if it is not."""

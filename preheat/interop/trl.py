@@ -7,8 +7,20 @@ which of TRL's commands it is for: `trl-dpo` is recognized by the keys of prefer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from preheat.errors import RecipeError
 from preheat.interop.hf_keys import REWARDS, read_of_source, read_preference, read_validation, read_variant
+from preheat.interop.hf_writing import (
+    list_targets,
+    write_batch,
+    write_fsdp,
+    write_kernels,
+    write_optimizer,
+    write_precision,
+    write_saving,
+    write_schedule,
+)
 from preheat.interop.keys import (
     Assumed,
     Entry,
@@ -42,6 +54,8 @@ from preheat.interop.training_arguments import (
     read_path,
     read_targets,
 )
+from preheat.interop.writing import Draft, Written
+from preheat.recipe import Recipe
 
 __all__ = ["TRL", "TRL_DPO"]
 
@@ -105,8 +119,11 @@ def _read_completion(settings: Settings, entry: Entry) -> Outcome:
 
 
 def _read_strategy(settings: Settings, entry: Entry) -> Outcome:
-    if entry.choice("bfd", "bfd_split", "bfd-requeue", "wrapped") == "bfd":
+    name = entry.choice("bfd", "bfd_split", "bfd-requeue", "wrapped")
+    if name == "bfd":
         return NoEffect("whole sequences are packed")
+    if name == "wrapped":
+        return Takes(("packing",), "conversations are packed whole; texts are cut at the ends of rows")
     return Assumed("sequences are packed whole, and cut if they are longer than a row")
 
 
@@ -303,6 +320,140 @@ def _finish_dpo(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[st
     return notes
 
 
+def write_trl(recipe: Recipe, folder: Path = Path()) -> Written:
+    """Writes a recipe as the YAML of `trl sft`, or of `trl dpo` if it has preferences.
+
+    Args:
+        folder: of the file, from where the run is started.
+
+    Raises:
+        RecipeError: the recipe has no such form at all.
+    """
+    preference = recipe.techniques.get("preference")
+    defaults = SFT_DEFAULTS if preference is None else DPO_DEFAULTS
+    draft = Draft(recipe, "TRL", defaults.settings, adapter_dropout=defaults.adapter_dropout)
+    settings = draft.settings
+    draft.say("model_name_or_path", "model")
+    if not settings.attention:
+        draft.say("attn_implementation", "attention", value="eager")
+    _write_data(draft)
+    if settings.preference:
+        _write_preference(draft)
+    _write_adapter(draft)
+    draft.say("max_length", "length", always=True)
+    if not settings.preference:
+        _write_rows(draft)
+    draft.agree("pairs")
+    write_batch(draft)
+    write_optimizer(draft)
+    write_schedule(draft)
+    write_precision(draft, ("dtype", "bfloat16"))
+    draft.say("gradient_checkpointing", "checkpointing")
+    if settings.activation_offload:
+        draft.say("activation_offloading", "activation_offload")
+    if settings.label_smoothing:
+        draft.agree("chunked_loss")  # TRL then needs all logits
+    write_kernels(draft, "use_liger_kernel")
+    write_fsdp(draft)
+    write_saving(draft)
+    draft.explain("model.weights", "TRL's command draws no new weights; --to axolotl and --to llamafactory can")
+    draft.explain("data.template", "TRL takes the tokenizer's own template, or a file: chat_template_path")
+    devices = f" --num_processes {settings.world}" if settings.world > 1 else ""
+    draft.start.append(f"trl {'sft' if preference is None else 'dpo'} --config {{file}}{devices}")
+    return draft.finish()
+
+
+def _write_data(draft: Draft) -> None:
+    """Writes the datasets: TRL recognizes their rows by the names of their columns."""
+    settings, listed, said = draft.settings, [], []
+    readable = ("preference",) if settings.preference else ("auto", "text", "prompt", "messages", "sharegpt")
+    for source in settings.sources:
+        name, layout = str(source["source"]), source.get("layout", "auto")
+        where: dict[str, object] = {"path": name}
+        suffix = Path(name).suffix.removeprefix(".")
+        if suffix in _SUFFIXES:
+            where = {"path": _SUFFIXES[suffix], "data_files": name}
+        listed.append(where | {theirs: source[key] for key, theirs in _SOURCE_KEYS.items() if key in source})
+        kept = {key: source[key] for key in ("source", *_SOURCE_KEYS) if key in source}
+        kept |= {key: source[key] for key in ("prompt", "completion") if source.get(key) == key}
+        if layout in readable:
+            kept |= {"layout": layout} if "layout" in source else {}
+        else:
+            rows = (
+                "chosen and rejected"
+                if settings.preference
+                else "messages, conversations, prompt and completion, or text"
+            )
+            draft.refuse("data.layout", layout, f"TRL reads rows with {rows}")
+        said.append(kept)
+    draft.put("datasets", listed)
+    texts = {str(source.get("text", "text")) for source in settings.sources}
+    if len(texts) == 1 and not settings.preference:
+        draft.put("dataset_text_field", text := texts.pop(), default=text == "text")
+        for source in said:
+            source |= {"text": text} if text != "text" else {}
+    draft.said.sources = said
+    draft.explain("data.columns", "TRL knows columns by their own names: rename them in the data")
+    if settings.streaming:
+        draft.say("streaming", "streaming")
+    if isinstance(settings.validation, float):
+        if settings.validation:
+            draft.say("test_split_size", "validation")
+    else:
+        draft.explain("data.validation", "TRL holds a fraction out: --set data.validation=0.02")
+
+
+_SUFFIXES = {"jsonl": "json", "json": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}
+_SOURCE_KEYS = {"subset": "name", "split": "split"}
+
+
+def _write_rows(draft: Draft) -> None:
+    """Writes packing and the trained part of the rows."""
+    settings = draft.settings
+    layouts = {source.get("layout", "auto") for source in settings.sources}
+    draft.say("packing", "packing")
+    if settings.packing:
+        stream = draft.recipe.data.packing == "stream"
+        draft.put("packing_strategy", "wrapped" if stream else "bfd", default=not stream)
+    if layouts <= {"text", "prompt"}:
+        draft.agree("train_on")  # it is known: all of a text, and the completion
+    elif settings.train_on in ("assistant", "all"):
+        draft.say("assistant_only_loss", "train_on", value=settings.train_on == "assistant")
+
+
+def _write_preference(draft: Draft) -> None:
+    losses = {ours: theirs for theirs, ours in _LOSSES.items()}
+    preference = draft.settings.preference
+    loss = str(preference["loss"])
+    if loss not in losses:
+        raise RecipeError(f"techniques.preference.loss: {loss}: `trl dpo` has {', '.join(losses)}; use one of these")
+    said = {"loss": loss} | {key: preference[key] for key in ("beta", "label_smoothing") if key in preference}
+    draft.put("loss_type", [losses[loss]], default=loss == "dpo")
+    draft.put("beta", preference.get("beta", 0.1))  # a key of preferences: the file is then known to be of `trl dpo`
+    if "label_smoothing" in preference:
+        draft.put("label_smoothing", preference["label_smoothing"])
+    draft.said.preference = said
+
+
+def _write_adapter(draft: Draft) -> None:
+    settings = draft.settings
+    if settings.adapter is None:
+        draft.agree("adapter")
+        return
+    draft.say("use_peft", "adapter", value=True)
+    draft.say("lora_r", "lora_rank", always=True)
+    draft.say("lora_alpha", "lora_alpha", always=True)
+    draft.say("lora_dropout", "lora_dropout")
+    draft.say("lora_target_modules", "lora_targets", value=list_targets(settings))
+    if settings.lora_variant in ("rslora", "dora"):
+        draft.say(f"use_{settings.lora_variant}", "lora_variant", value=True)
+    if settings.quantized:
+        draft.say("load_in_4bit", "quantized")
+        draft.say("use_bnb_nested_quant", "double_quantization")
+    if settings.frozen == "auto" and settings.precision == "bf16":
+        draft.say("dtype", "frozen", value="bfloat16")
+
+
 _NOT_TRL = LLAMA_FACTORY.unique | RUN_CLM | {"model", "base_model", "checkpoint_dir"}
 
 TRL = Format(
@@ -317,6 +468,7 @@ TRL = Format(
     finish=_finish_sft,
     renamed=_rename("SFT"),
     table=_build_table("SFT", _SFT),
+    write=write_trl,
 )
 
 TRL_DPO = Format(
@@ -330,4 +482,5 @@ TRL_DPO = Format(
     finish=_finish_dpo,
     renamed=_rename("DPO"),
     table=_build_table("DPO", _DPO),
+    write=write_trl,
 )
