@@ -95,6 +95,14 @@ def plan(
             ),
         ),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="Write another trainer's file with the changes that help most; comments and order are kept.",
+        ),
+    ] = None,
     inference: Annotated[
         bool,
         typer.Option("--inference", help="Plan serving: weights, KV cache, how many sequences fit, and peak speed."),
@@ -191,6 +199,7 @@ def plan(
         allow=allow,
         price=parsed_price,
         solve=solve,
+        write=write,
         out=out,
         html=html,
         verbose=verbose,

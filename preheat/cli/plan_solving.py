@@ -78,15 +78,15 @@ def find_key(name: str, subject: Subject, subject_of: SubjectOf) -> Key:
     Raises:
         RecipeError: there is none of that name, or it is not numeric.
     """
-    path = _find_foreign_path(subject.file, name) if subject.file else None
-    if subject.file and path:
-        return _read_foreign_key(name, path, subject, subject.file, subject_of)
+    file = subject.config.file if subject.config else None
+    if file and (path := _find_foreign_path(file, name)):
+        return _read_foreign_key(name, path, subject, file, subject_of)
     values = flatten_leaves(recipes.to_values(subject.recipe))
     if name not in values:
         known = [key for key, value in values.items() if _is_number(value)]
-        known += [] if subject.file is None else [key for key in subject.file.format.table if "*" not in key]
+        known += [] if file is None else [key for key in file.format.table if "*" not in key]
         raise RecipeError(
-            f"--solve: {shorten(name)}: is no key of the recipe{' or the file' if subject.file else ''}; "
+            f"--solve: {shorten(name)}: is no key of the recipe{' or the file' if file else ''}; "
             f"{suggest_nearest(name, known)}"
         )
     return _build_key(name, (), values[name], values[name])

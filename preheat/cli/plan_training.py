@@ -17,11 +17,14 @@ from preheat.errors import RecipeError
 from preheat.interop.own_techniques import add_own_techniques
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from preheat.cli.options.plan_options import Aim, TrainingPlanOptions
     from preheat.cli.options.subject import Subject
     from preheat.cli.plan_solving import Solution
     from preheat.core import Numerics
-    from preheat.core.plan import Alternative, Plan, PlanFigures
+    from preheat.core.plan import Alternative, Improvements, Plan, PlanFigures
+    from preheat.interop.reading import ForeignConfig
     from preheat.planning.request import Request
     from preheat.planning.search.result import EvaluatedPlan, SearchResult
     from preheat.recipe import Recipe
@@ -60,7 +63,7 @@ class _Question:
         from preheat.planning.answer_cache import compute_key
 
         # The options of the output change no answer.
-        asked = asdict(replace(self.options, out=None, html=None, verbose=False, json=False))
+        asked = asdict(replace(self.options, out=None, html=None, write=None, verbose=False, json=False))
         hosts = [self.devices, self.per_host]
         return compute_key(
             self.subject.recipe,
@@ -70,6 +73,7 @@ class _Question:
                 "from_user": self.subject.from_user,
                 "absent": self.subject.absent,
                 "reads_data": self.subject.reads_data,
+                "text": self.subject.config and self.subject.config.file.text,
             },
         )
 
@@ -127,6 +131,8 @@ def _read_question(options: TrainingPlanOptions) -> _Question:
     if options.solve is not None and options.aim == "longest-context":
         raise RecipeError("--solve: --aim longest-context solves for batch.seq_len by itself; leave one of the two out")
     subject = _choose_subject(options)
+    if options.write is not None:
+        _check_write(options.write, options, subject)
     if subject.from_user and options.method is not None:
         raise RecipeError(
             f"--method: {options.method}: a recipe's techniques define how it trains; leave --method out, or name a "
@@ -137,6 +143,17 @@ def _read_question(options: TrainingPlanOptions) -> _Question:
         besides = ("parallel.devices",) if devices > 1 else ()
         note_unread([FOR_ANOTHER_DEVICE], subject.recipe, besides=besides)
     return _Question(options, subject, devices, per_host)
+
+
+def _check_write(file: Path, options: TrainingPlanOptions, subject: Subject) -> None:
+    """Raises PreheatError if the improved file cannot be written."""
+    from preheat.cli.plan_improving import require_writable
+
+    asked = {"--solve": options.solve, "--aim": options.aim, "--allow": options.allow}
+    for option, value in asked.items():
+        if value is not None:
+            raise RecipeError(f"--write: writes the changes that help the file as it is; leave {option} {value} out")
+    require_writable(file, subject.config)
 
 
 def _choose_subject(
@@ -188,6 +205,46 @@ def _solve(question: _Question, key: str) -> Solution:
     )
 
 
+def _improve(question: _Question, config: ForeignConfig, request: Request, planned: Plan) -> Improvements:
+    """Returns the changes that help the run of another trainer's file most."""
+    from preheat.cli.plan_improving import find_file_improvements
+
+    options = question.options
+    return find_file_improvements(
+        question.subject,
+        config,
+        request,
+        planned,
+        lambda changes: _choose_subject(options, changes=changes),
+        quiet=options.json,
+    )
+
+
+def _write_improved(question: _Question, file: Path, result: Plan) -> bool:
+    """Writes another trainer's file with the changes that help together; returns False if none does."""
+    from preheat.cli.plan_improving import write_improved
+    from preheat.interop.reading import read_config
+
+    config, options = question.subject.config, question.options
+    assert config is not None, "checked with the options"
+    if result.improvements is None or result.improvements.together is None:
+        return False
+
+    def read(path: Path, text: str, changes: Mapping[tuple[str, ...], object]) -> Recipe:
+        return read_config(
+            text,
+            path,
+            config.file.format,
+            overrides=options.set,
+            changes=changes,
+            deepspeed=options.deepspeed,
+            accelerate=options.accelerate,
+        ).recipe
+
+    write_improved(file, config, result.improvements.together, read)
+    return True
+
+
 def _print(question: _Question, again: Sequence[str], result: Plan, text: str, figures: PlanFigures | None) -> None:
     """Writes the files that are asked for, and prints the answer.
 
@@ -211,6 +268,7 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         from preheat.report.plan_page import write_plan
 
         write_plan(result, figures, build_page_texts(result, assumed=assumed, command=command), text, options.html)
+    written = options.write is not None and _write_improved(question, options.write, result)
     finish(
         result,
         subject,
@@ -218,9 +276,12 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         verbose=options.verbose,
         out=options.out,
         html=options.html,
+        improved=options.write if written else None,
         assumed=assumed,
         command=command,
     )
+    if options.write is not None and not written and not options.json:
+        say(f"{options.write}: was not written: no change of the file helps")
 
 
 def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures]]:
@@ -239,7 +300,10 @@ def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures
         )
         own = (add_own_techniques(subject.recipe), add_own_techniques(subject.recipe, fused=False))
         instead = () if subject.reading is None else own
-        return plan_as_written(request, devices, price, instead=instead)
+        result, page = plan_as_written(request, devices, price, instead=instead)
+        if subject.config is not None and options.solve is None:
+            result = replace(result, improvements=_improve(question, subject.config, request, result))
+        return result, page
     request = request_of(
         subject.recipe, gpu, world=devices, per_host=per_host, count_rows=subject.from_user and subject.reads_data
     )

@@ -61,6 +61,7 @@ class TrainingPlanOptions(PlanOptions):
 
     Attributes:
         solve: key to find the largest value of.
+        write: another trainer's file with the improvements of the plan.
     """
 
     batch_tokens: int | None
@@ -69,6 +70,7 @@ class TrainingPlanOptions(PlanOptions):
     allow: Numerics | None
     price: Price | None
     solve: str | None
+    write: Path | None
     out: Path | None
     html: Path | None
     verbose: bool

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from preheat.cli.options.plan_options import PlanOptions
     from preheat.core.config_reading import ConfigReading
     from preheat.core.json_types import JsonObject
-    from preheat.interop.reading import ForeignFile
+    from preheat.interop.reading import ForeignConfig
 
 __all__ = ["METHODS", "Subject", "count_devices", "find_subject"]
 
@@ -52,7 +52,7 @@ class Subject:
             planned, and the recipe lacks the path.
         reading: how the recipe was read from another trainer's configuration; None if it was not.
         reads_data: False if another trainer's configuration names data that is not on this machine.
-        file: the configuration of another trainer that the recipe was read from; None if it was not.
+        config: the configuration of another trainer that the recipe was read from; None if it was not.
     """
 
     recipe: Recipe
@@ -61,7 +61,7 @@ class Subject:
     absent: str | None = None
     reading: ConfigReading | None = None
     reads_data: bool = True
-    file: ForeignFile | None = None
+    config: ForeignConfig | None = None
 
 
 def find_subject(
@@ -97,7 +97,7 @@ def find_subject(
         if config := read_foreign_config(what, values_set, foreign=foreign, devices=world, warn=False):
             recipe = _check_batch_tokens(config.recipe, batch_tokens)
             subject = _load_foreign_recipe(recipe, config.reading)
-            return replace(subject, reads_data=config.reads_data, file=config.file)
+            return replace(subject, reads_data=config.reads_data, config=config)
         return _load_user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     foreign.require_none(what)
     # A model instead of a recipe: invent the rest of a recipe around it.
