@@ -17,6 +17,7 @@ from preheat.cli import (
     calibrate,
     chat,
     compress,
+    convert,
     data,
     demo,
     doctor,
@@ -105,6 +106,7 @@ app.add_typer(recipes.app, name="recipes")
 app.command("init")(recipes.init)
 app.add_typer(techniques.app, name="techniques")
 app.command("try", cls=unused.Command)(try_.try_)
+app.command("convert")(add_trust_option(convert.convert))
 app.command("launch")(add_trust_option(launch.launch))
 app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)

@@ -16,6 +16,7 @@ __all__ = [
     "LOGGING",
     "REWARDS",
     "SAVING",
+    "SCHEDULE_KWARGS",
     "VISION",
     "find_source",
     "read_attention",
@@ -60,6 +61,7 @@ _SCHEDULES = {
     "linear": "linear",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
 }
 
 
@@ -78,6 +80,12 @@ def read_schedule(settings: Settings, entry: Entry) -> Outcome:
         settings.schedule = _SCHEDULES[name]
         return Takes(("schedule",))
     return Assumed("the plan takes a cosine, which costs the same")
+
+
+def _read_decay(settings: Settings, entry: Entry) -> Outcome:
+    if entry.value == "linear":
+        return NoEffect("the rate falls linearly, as a recipe's")
+    return Assumed("the rate falls linearly at the end, which costs the same")
 
 
 def read_steps(name: str) -> Handler:
@@ -243,6 +251,14 @@ def read_variant(name: str) -> Handler:
 def _names(text: str, handler: Handler) -> dict[str, Handler]:
     return dict.fromkeys(text.split(), handler)
 
+
+SCHEDULE_KWARGS: Mapping[str, Handler] = {
+    **dict.fromkeys(("min_lr_rate", "min_lr_ratio"), take("min_lr_ratio", lambda entry: min(entry.number(), 0.999))),
+    "num_decay_steps": take("decay_steps", Entry.whole),
+    "decay_type": _read_decay,
+    "*": assume("the schedule falls to 0, which costs the same"),
+}
+"""Keys of `lr_scheduler_kwargs`."""
 
 COMMON: Mapping[str, Handler] = {
     # Batch, optimizer and schedule.

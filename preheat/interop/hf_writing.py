@@ -48,7 +48,12 @@ def is_file(source: object) -> bool:
         (True, False)
     """
     name = str(source)
-    plain = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in _DATA_FILES
+    plain = (
+        name.startswith((".", "/", "~"))
+        or name.endswith("/")
+        or name.count("/") > 1
+        or Path(name).suffix in _DATA_FILES
+    )
     return plain or Path(name).exists()
 
 
@@ -74,7 +79,8 @@ def write_optimizer(draft: Draft, *, others: Mapping[str, str] | None = None) ->
     names |= {"adamw_torch_8bit": "adamw_torch_8bit", "adamw_torch_4bit": "adamw_torch_4bit"} | dict(others or {})
     if settings.optimizer in names and not settings.apollo:
         draft.say("optim", "optimizer", value=names[settings.optimizer])
-    draft.say("learning_rate", "learning_rate", always=True)
+    if draft.recipe.optimizer.lr != "auto":
+        draft.say("learning_rate", "learning_rate", always=True)
     for key, number in (("adam_beta1", 0), ("adam_beta2", 1)):
         same = draft.said.betas[number] == settings.betas[number]
         draft.put(key, settings.betas[number], default=same)
@@ -97,6 +103,13 @@ def write_schedule(draft: Draft, *, fraction: str = "warmup_steps") -> None:
         draft.say("lr_scheduler_type", "schedule", value=name, always=bool(settings.min_lr_ratio))
         if settings.min_lr_ratio:
             draft.say("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio")
+    elif settings.decay_steps:
+        draft.say("lr_scheduler_type", "schedule", value="warmup_stable_decay")
+        draft.say("lr_scheduler_kwargs.num_decay_steps", "decay_steps")
+        draft.put("lr_scheduler_kwargs.decay_type", "linear")
+        draft.say("lr_scheduler_kwargs.min_lr_ratio", "min_lr_ratio", always=True)
+    elif settings.schedule == "wsd":
+        draft.explain("schedule", "the decay of wsd is a whole number of steps of stop.max_steps, which is not so here")
     elif settings.schedule in names:
         draft.say("lr_scheduler_type", "schedule", value=names[settings.schedule])
     write_warmup(draft, fraction)
@@ -110,7 +123,7 @@ def write_warmup(draft: Draft, fraction: str) -> None:
     if steps and math.isclose(whole / steps, ratio):
         draft.say("warmup_steps", "warmup_ratio", value=whole)
     else:
-        draft.say(fraction, "warmup_ratio")
+        draft.say(fraction if ratio else "warmup_steps", "warmup_ratio", value=ratio or 0)
 
 
 def write_precision(draft: Draft, pure: tuple[str, object] | None) -> None:

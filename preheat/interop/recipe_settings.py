@@ -115,7 +115,8 @@ def read_recipe(recipe: Recipe) -> Settings:
         max_grad_norm=optimizer.max_grad_norm,
         schedule=_read_schedule(recipe),
         warmup_ratio=schedule.warmup_ratio,
-        min_lr_ratio=schedule.min_lr_ratio if schedule.kind == "cosine" else 0.0,
+        min_lr_ratio=schedule.min_lr_ratio if schedule.kind != "constant" else 0.0,
+        decay_steps=_count_decay_steps(recipe),
         epochs=recipe.stop.epochs,
         max_steps=recipe.stop.max_steps,
         eval_steps=recipe.evaluate.every or None,
@@ -156,6 +157,14 @@ def _read_schedule(recipe: Recipe) -> str:
     if schedule.kind == "wsd":
         return "linear" if falls else "wsd"
     return schedule.kind
+
+
+def _count_decay_steps(recipe: Recipe) -> int | None:
+    """Returns the steps of the decay of a wsd schedule; None if there is none, or they are no whole number."""
+    ratio, steps = recipe.schedule.decay_ratio, recipe.stop.max_steps
+    if _read_schedule(recipe) != "wsd" or not steps or not math.isclose(round(ratio * steps) / steps, ratio):
+        return None
+    return round(ratio * steps)
 
 
 def _read_techniques(settings: Settings, values: Mapping[str, dict[str, Any]]) -> None:

@@ -29,6 +29,7 @@ class Settings:
         family: architecture of a model that the file describes by its sizes, in place of naming one.
         architecture: sizes of the model, as transformers' configurations spell them.
         global_batch: sequences per step of all devices, if the file states them; accumulation follows from them.
+        decay_steps: with schedule wsd, the steps at the end in which the rate falls.
         min_lr: the schedule's final rate, if the file states the rate in place of its ratio.
         deferred_reduction: with sharding, gradients stay whole until the last micro-batch.
         pairs: a row of the data is two answers, each a sequence.
@@ -69,6 +70,7 @@ class Settings:
     warmup_steps: int | None = None
     min_lr_ratio: float = 0.0
     min_lr: float | None = None
+    decay_steps: int | None = None
     epochs: float | None = None
     max_steps: int | None = None
     eval_steps: int | None = None
@@ -175,6 +177,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "warmup_ratio": ("schedule.warmup_ratio",),
     "warmup_steps": ("schedule.warmup_ratio",),
     "min_lr_ratio": ("schedule.min_lr_ratio",),
+    "apollo": ("techniques.apollo",),
+    "decay_steps": ("schedule.decay_ratio",),
     "min_lr": ("schedule.min_lr_ratio",),
     "epochs": ("stop.epochs",),
     "max_steps": ("stop.max_steps",),
@@ -316,6 +320,9 @@ def _build_schedule(settings: Settings) -> JsonObject:
     if settings.schedule == "linear":  # from the end of the warmup to the end of the run
         return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": 1 - warmup, "min_lr_ratio": 0.0}
     floor = settings.min_lr_ratio
+    if settings.schedule == "wsd":
+        decay = settings.decay_steps / settings.max_steps if settings.decay_steps and settings.max_steps else 0.2
+        return {"kind": "wsd", "warmup_ratio": warmup, "decay_ratio": min(decay, 1 - warmup), "min_lr_ratio": floor}
     if settings.min_lr is not None and settings.learning_rate:
         floor = min(settings.min_lr / settings.learning_rate, 0.999)
     return {"kind": "cosine", "warmup_ratio": warmup, "min_lr_ratio": floor}

@@ -306,6 +306,9 @@ def _finish_sft(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[st
     text = next((entry.value for entry in entries.values() if entry.path[-1] == "dataset_text_field"), None)
     for source in settings.sources if text not in (None, "text") else ():
         source["text"] = text
+    strategies = {entry.value for entry in entries.values() if entry.path[-1] == "packing_strategy"}
+    for source in settings.sources if text is not None and "wrapped" in strategies else ():
+        source.setdefault("layout", "text")
     if not _SFT_KEYS & {step for entry in entries.values() for step in entry.path}:
         notes.append("no key tells the task: read as `trl sft` (--from trl-dpo: as `trl dpo`)")
     return notes
@@ -389,7 +392,9 @@ def _write_data(draft: Draft) -> None:
     draft.put("datasets", listed)
     texts = {str(source.get("text", "text")) for source in settings.sources}
     if len(texts) == 1 and not settings.preference:
-        draft.put("dataset_text_field", text := texts.pop(), default=text == "text")
+        text = texts.pop()
+        stated = {source.get("layout") for source in settings.sources} == {"text"}
+        draft.put("dataset_text_field", text, default=text == "text" and not stated)
         for source in said:
             source |= {"text": text} if text != "text" else {}
     draft.said.sources = said

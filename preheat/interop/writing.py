@@ -33,7 +33,6 @@ _OWN_SECTIONS = ("tracking", "sample", "hardware", "evaluate", "checkpoint")
 _OWN_KEYS = ("data.preflight", "data.prefetch", "data.workers", "parallel.timeout", "techniques.gradient_accumulation")
 _SPLIT = frozenset({Stage.SHARD, Stage.PARALLEL, Stage.PIPELINE_SPLIT})
 _FASTER = frozenset({Tag.FUSED_OPERATORS, Tag.FUSED_LAYERS})
-OWN = "preheat's own; the trainer's keys for it are not written"
 
 
 @dataclass(frozen=True)
@@ -137,6 +136,8 @@ class Draft:
         *,
         adapter_dropout: float = 0.0,
         spelling: Mapping[str, str] | None = None,
+        companion: bool = False,
+        checkpoint: bool = True,
     ) -> None:
         """Begins a file.
 
@@ -144,6 +145,8 @@ class Draft:
             title: the trainer's name.
             defaults: what the trainer does that the file leaves out.
             adapter_dropout: its default.
+            companion: the file stands beside a trainer's, which has the model and the data.
+            checkpoint: the trainer takes its model from a checkpoint.
 
         Raises:
             RecipeError: the recipe names no checkpoint, or does not say what batch a device has.
@@ -162,13 +165,18 @@ class Draft:
         self._values: dict[str, Any] = {}
         self._defaults: set[str] = set()
         self._covered: set[str] = set()
-        self._why: dict[str, str] = {}
+        self._why = dict.fromkeys(
+            _OWN_SECTIONS, "has no effect on the trained weights; the trainer has keys of its own"
+        )
+        self._why["batch.size"] = "no whole micro-batch makes it on these devices with this accumulation"
         self._refused: list[LeftOut] = []
-        self._check()
+        if not companion:
+            self._check_task(checkpoint)
+        self._check_devices()
 
-    def _check(self) -> None:
+    def _check_task(self, checkpoint: bool) -> None:
         recipe, settings = self.recipe, self.settings
-        if settings.model is None:
+        if checkpoint and settings.model is None:
             raise RecipeError(f"model.path: names no checkpoint, which {self.title} needs; add --set model.path=PATH")
         if recipe.optimizer.lr == "auto":
             self.refuse("optimizer.lr", "auto", "state the number that `preheat plan` shows: --set optimizer.lr=NUMBER")
@@ -178,6 +186,9 @@ class Draft:
                     f"data.source: {source['source']}: is preheat's own text, which {self.title} has not; name the "
                     "data: --set data.source=PATH"
                 )
+
+    def _check_devices(self) -> None:
+        recipe, settings = self.recipe, self.settings
         splits = [name for name, technique in recipe.techniques.items() if type(technique).stage in _SPLIT]
         splits = [name for name in splits if name != "preference"]
         if splits and settings.world == 1:
@@ -238,17 +249,24 @@ class Draft:
         self._refused.append(LeftOut(key, value, why, same_result=False))
         self.cover(key)
 
-    def finish(self) -> Written:
-        """Returns what was written, and what was left out."""
+    def finish(self, scope: tuple[str, ...] = ()) -> Written:
+        """Returns what was written, and what was left out.
+
+        Args:
+            scope: sections and keys of the recipe that such a file is about; empty: all.
+        """
         unused = {name for name, _ in find_unused_keys(self.recipe)}
         left_out = list(self._refused)
         for key, value in compare(self.recipe, build_values(self.said)):
-            if key in self._covered or key in unused:
+            inside = not scope or any(f"{key}.".startswith(f"{part}.") for part in scope)
+            if key in self._covered or key in unused or not inside:
                 continue
-            why, same_result = self._find_reason(key), _keeps_result(key, value)
-            if why is None:
-                why = f"{self.title} does it in any case" if value is None else f"{self.title}'s file has no key for it"
-            left_out.append(LeftOut(key, value, why, same_result))
+            same_result = _keeps_result(key)
+            if value is None and same_result:
+                self.note(f"{key}: {self.title} has it in any case: the same result")
+                continue
+            without = "does it in any case" if value is None else "has no key for it"
+            left_out.append(LeftOut(key, value, self._find_reason(key) or f"{self.title} {without}", same_result))
         return Written(
             self._values,
             frozenset(self._defaults),
@@ -272,7 +290,7 @@ def _plain_settings() -> Settings:
     return settings
 
 
-def _keeps_result(key: str, value: object) -> bool:
+def _keeps_result(key: str) -> bool:
     """Returns True if a run without a key of the recipe has the same losses but for rounding."""
     section, _, rest = key.partition(".")
     if section in _OWN_SECTIONS or (key.startswith(_OWN_KEYS) and not key.endswith(".steps")):

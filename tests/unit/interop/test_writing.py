@@ -1,0 +1,398 @@
+"""Recipes as files of other trainers: read back they are the recipe, and what is lost is listed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from preheat.core import registry
+from preheat.errors import RecipeError
+from preheat.interop.formats import FORMATS
+from preheat.interop.reading import ForeignConfig, read_config
+from preheat.interop.recipe_settings import resolve_recipe
+from preheat.interop.targets import TARGETS, render
+from preheat.interop.writing import Written, compare
+from preheat.recipe import Recipe, parse, to_values
+
+from .reads import read
+
+LORA = """
+name: mine
+seed: 7
+model: {path: tiny}
+data: {source: me/rows, layout: messages, validation: 0.1}
+batch: {size: 64, seq_len: 256}
+optimizer: {lr: 2.0e-4, betas: [0.9, 0.98], eps: 1.0e-6, weight_decay: 0.01, max_grad_norm: 0.5}
+schedule: {kind: cosine, warmup_ratio: 0.03, min_lr_ratio: 0.1}
+stop: {epochs: 2}
+evaluate: {every: 50}
+checkpoint: {every: 100, keep: 3}
+parallel: {devices: 4}
+techniques:
+  lora: {rank: 4, alpha: 8, dropout: 0.1, target_modules: [q_proj, o_proj], variant: rslora}
+  mixed_precision: {mode: bf16}
+  efficient_attention: {}
+  activation_checkpointing: {}
+  gradient_accumulation: {steps: 8}
+  chunked_loss: {}
+  fsdp: {reshard_after_forward: false, offload: true}
+"""
+QLORA = """
+name: small
+model: {path: tiny}
+data: {source: a/rows.jsonl, layout: sharegpt, train_on: all, validation: 0.0}
+batch: {size: 6, seq_len: 128}
+optimizer: {lr: 1.0e-4}
+schedule: {kind: constant, warmup_ratio: 0.1}
+stop: {max_steps: 40}
+techniques:
+  lora: {}
+  nf4: {double_quantization: false}
+  mixed_precision: {mode: bf16}
+  low_bit_adamw: {}
+  neftune: {alpha: 3}
+  chunked_loss: {}
+  gradient_accumulation: {steps: 3}
+"""
+PRETRAINING = """
+name: from-text
+model: {path: tiny}
+data: {source: texts.jsonl, layout: text, packing: stream, text: body}
+batch: {size: 16, seq_len: 512}
+optimizer: {lr: 3.0e-4}
+schedule: {kind: wsd, warmup_ratio: 0.05, decay_ratio: 0.2, min_lr_ratio: 0.05}
+stop: {tokens: 8192000}
+parallel: {devices: 2}
+techniques:
+  mixed_precision: {mode: bf16_pure}
+  compile: {when: always}
+  chunked_loss: {}
+  data_parallel: {}
+  zero1: {}
+"""
+PAIRS = """
+name: pairs
+model: {path: tiny}
+data: {source: me/pairs, layout: preference}
+batch: {size: 8, seq_len: 256}
+optimizer: {lr: 1.0e-6}
+schedule: {kind: wsd, warmup_ratio: 0.1, decay_ratio: 0.9, min_lr_ratio: 0}
+stop: {epochs: 1}
+techniques:
+  lora: {}
+  mixed_precision: {mode: bf16}
+  efficient_attention: {}
+  chunked_loss: {}
+  preference: {loss: ipo, beta: 0.3}
+"""
+RECIPES = {"lora": LORA, "qlora": QLORA, "pretraining": PRETRAINING, "pairs": PAIRS}
+
+
+def write(recipe: Recipe, to: str, folder: Path = Path()) -> tuple[Written, str]:
+    written = TARGETS[to].write(recipe, folder)
+    return written, render(TARGETS[to], written)
+
+
+def read_back(recipe: Recipe, to: str, text: str, folder: Path = Path()) -> ForeignConfig:
+    return read(text, folder / "f.yaml", devices=recipe.parallel.devices)
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_was_written_is_read_as_the_same_recipe(
+    to: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe, folder = parse(RECIPES[name]), Path("files")
+    written, text = write(recipe, to, folder)
+    folder.mkdir()
+    for file, content in written.beside.items():
+        (folder / file).write_text(content)
+    config = read_back(recipe, to, text, folder)
+    differences = {key for key, _ in compare(resolve_recipe(recipe), to_values(config.recipe))}
+    assert differences == {item.key for item in written.left_out}
+    assert written.lost == ()
+    assert config.reading.not_understood == ()
+    assert config.reading.trainer == ("trl-dpo" if (to, name) == ("trl", "pairs") else to)
+    # Also read by trainers whose YAML 1.1 takes 1e-6 for text.
+    rate = yaml.safe_load(text)["learning_rate"]
+    assert rate == recipe.optimizer.lr
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl"])
+def test_each_technique_is_said_or_listed(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = parse(
+        "{model: {path: tiny}, data: {source: me/rows, layout: messages}, batch: {size: 8}, optimizer: {lr: 1.0e-4}, "
+        "stop: {epochs: 1}, parallel: {devices: 2}}"
+    )
+    silent = []
+    # A preference is another task, with data of its own.
+    for name in sorted(registry().keys() - {"preference"}):
+        recipe = replace(plain, techniques={name: registry()[name]()})
+        written, text = write(recipe, to)
+        for file, content in written.beside.items():
+            (tmp_path / file).write_text(content)
+        back = read_config(text, Path("f.yaml"), FORMATS[to], devices=2)
+        listed = {item.key for item in written.left_out} | {note.partition(":")[0] for note in written.notes}
+        silent += [f"{name}: {key}" for key, _ in compare(recipe, to_values(back.recipe)) if key not in listed]
+    assert silent == []
+
+
+def test_what_is_only_faster_is_told_from_what_is_lost() -> None:
+    text = LORA.replace("chunked_loss: {}", "chunked_loss: {rows: 64}").replace("rslora", "pissa")
+    text = text.replace("steps: 8}", "steps: 8, on_gpu: auto}") + "sample: {prompts: [a]}\n"
+    written, _ = write(parse(text), "trl")
+    assert {item.key: item.same_result for item in written.left_out} == {
+        "techniques.lora.variant": False,
+        "techniques.gradient_accumulation.on_gpu": True,
+        "techniques.chunked_loss.rows": True,
+        "sample.prompts": True,
+    }
+    assert [item.describe() for item in written.lost] == ['techniques.lora.variant: "pissa": TRL has no key for it']
+
+
+def test_defaults_of_both_are_left_out_and_known() -> None:
+    recipe = parse(LORA.replace("max_grad_norm: 0.5", "max_grad_norm: 1.0").replace("0.9, 0.98", "0.9, 0.999"))
+    written, text = write(recipe, "trl")
+    assert {"max_grad_norm", "adam_beta1"} <= written.defaults
+    assert written.values["max_grad_norm"] == 1.0
+    assert "max_grad_norm" not in text
+    # Not a default of a recipe: somebody stated it.
+    assert "lora_r" in text
+
+
+def test_a_file_of_rows_tells_their_layout(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
+    recipe = parse(LORA.replace("me/rows, layout: messages", str(file)))
+    assert write(recipe, "axolotl")[0].values["datasets"] == [{"path": str(file), "ds_type": "json", "type": "alpaca"}]
+    unknown = parse(LORA.replace(", layout: messages", ""))
+    assert [item.key for item in write(unknown, "axolotl")[0].lost] == ["data.layout"]
+    assert write(unknown, "trl")[0].lost == ()  # which recognizes rows itself
+
+
+SWIFT = """\
+model: tiny
+use_hf: true
+tuner_type: lora
+lora_rank: 4
+lora_alpha: 8.0
+lora_dropout: 0.1
+target_modules:
+- q_proj
+- o_proj
+use_rslora: true
+dataset:
+- me/rows
+split_dataset_ratio: 0.1
+packing: true
+attn_impl: flash_attn
+torch_dtype: bfloat16
+max_length: 256
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+num_train_epochs: 2.0
+learning_rate: 0.0002
+adam_beta2: 0.98
+adam_epsilon: 1.0e-06
+weight_decay: 0.01
+max_grad_norm: 0.5
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs:
+  min_lr_rate: 0.1
+warmup_ratio: 0.03
+gradient_checkpointing: true
+fsdp: full_shard
+fsdp_config:
+  version: 2
+  reshard_after_forward: false
+  cpu_offload: true
+output_dir: runs/mine
+save_steps: 100
+save_total_limit: 3
+eval_strategy: steps
+eval_steps: 50
+report_to: none
+seed: 7
+"""
+
+
+def test_ms_swift() -> None:
+    written, text = write(parse(LORA), "ms-swift")
+    assert text == SWIFT
+    assert written.start == ("NPROC_PER_NODE=4 swift sft {file}",)
+    assert [item.key for item in written.left_out] == ["techniques.chunked_loss"]
+    assert written.lost == ()
+
+
+MEGATRON = """\
+#!/bin/bash
+set -euo pipefail
+torchrun --nproc-per-node 8 pretrain_gpt.py \\
+  --use-mcore-models \\
+  --transformer-impl transformer_engine \\
+  --num-layers 4 \\
+  --hidden-size 256 \\
+  --ffn-hidden-size 768 \\
+  --num-attention-heads 8 \\
+  --kv-channels 32 \\
+  --group-query-attention \\
+  --num-query-groups 4 \\
+  --max-position-embeddings 512 \\
+  --position-embedding-type rope \\
+  --rotary-base 10000 \\
+  --normalization RMSNorm \\
+  --norm-epsilon 1e-06 \\
+  --swiglu \\
+  --disable-bias-linear \\
+  --attention-dropout 0 \\
+  --hidden-dropout 0 \\
+  --untie-embeddings-and-output-weights \\
+  --qk-layernorm \\
+  --data-path data/texts_text_document \\
+  --tokenizer-type HuggingFaceTokenizer \\
+  --tokenizer-model tok \\
+  --split 980,20,0 \\
+  --reset-position-ids \\
+  --reset-attention-mask \\
+  --seq-length 512 \\
+  --micro-batch-size 2 \\
+  --global-batch-size 64 \\
+  --train-iters 100 \\
+  --lr 0.001 \\
+  --min-lr 0.0001 \\
+  --lr-decay-style cosine \\
+  --lr-warmup-fraction 0.02 \\
+  --weight-decay 0.1 \\
+  --adam-beta1 0.9 \\
+  --adam-beta2 0.95 \\
+  --clip-grad 1 \\
+  --bf16 \\
+  --recompute-granularity full \\
+  --recompute-method uniform \\
+  --recompute-num-layers 1 \\
+  --tensor-model-parallel-size 2 \\
+  --use-distributed-optimizer \\
+  --overlap-grad-reduce \\
+  --overlap-param-gather \\
+  --seed 0 \\
+  --save runs/new \\
+  --save-interval 100 \\
+  --eval-interval 100 \\
+  --eval-iters 10 \\
+  --log-interval 10
+"""
+NEW = """
+name: new
+model: {family: qwen3, num_layers: 4, hidden_size: 256, num_heads: 8, num_kv_heads: 4, intermediate_size: 768,
+  vocab_size: 1024, tie_embeddings: false}
+data: {source: texts.jsonl, layout: text, packing: stream, tokenizer: tok}
+batch: {size: 64, seq_len: 512}
+optimizer: {lr: 1.0e-3}
+stop: {max_steps: 100}
+parallel: {devices: 8}
+techniques:
+  mixed_precision: {mode: bf16}
+  activation_checkpointing: {}
+  gradient_accumulation: {steps: 8}
+  data_parallel: {}
+  tensor_parallel: {degree: 2}
+  zero1: {}
+"""
+
+
+def test_megatron() -> None:
+    written, text = write(parse(NEW), "megatron")
+    assert text == MEGATRON
+    assert written.left_out == ()
+    assert written.start[-1] == "bash {file}"
+    assert written.start[0].startswith("python tools/preprocess_data.py --input texts.jsonl --json-keys text ")
+    sizes = NEW[NEW.index("model: ") : NEW.index("data: ")]
+    written, text = write(parse(NEW.replace(sizes, "model: {path: Qwen/Qwen3-0.6B}\n")), "megatron")
+    assert [item.key for item in written.lost] == ["model.weights"]
+    assert "--num-layers 28 " in text
+
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: false
+  fsdp_offload_params: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+mixed_precision: bf16
+num_machines: 1
+machine_rank: 0
+num_processes: 4
+"""
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def test_files_beside_a_trainers(tmp_path: Path) -> None:
+    recipe = parse(LORA)
+    written, accelerate = write(recipe, "accelerate")
+    assert (accelerate, written.left_out) == (ACCELERATE, ())
+    written, deepspeed = write(recipe, "deepspeed")
+    assert (json.loads(deepspeed), written.left_out) == (DEEPSPEED, ())
+    assert "in the trainer's file" in written.notes[0]
+    # Beside the trainer's file, which does not shard itself, they are the recipe again.
+    trainer = write(
+        parse(LORA.replace("  fsdp: {reshard_after_forward: false, offload: true}", "  data_parallel: {}")), "trl"
+    )[1]
+    (tmp_path / "a.yaml").write_text(accelerate)
+    (tmp_path / "d.json").write_text(deepspeed)
+    for companions in ({"accelerate": tmp_path / "a.yaml"}, {"deepspeed": tmp_path / "d.json", "devices": 4}):
+        back = read(trainer, **companions)
+        assert list(compare(recipe, to_values(back.recipe))) == []
+
+
+@pytest.mark.parametrize(
+    ("to", "old", "new", "message"),
+    [
+        (
+            "trl",
+            "path: tiny",
+            "size: 15M",
+            "model.path: names no checkpoint, which TRL needs; add --set model.path=PATH",
+        ),
+        ("trl", "me/rows, layout: messages", "stdlib", "data.source: stdlib: is preheat's own text"),
+        (
+            "trl",
+            "{devices: 4}",
+            "{}",
+            "parallel.devices: null: TRL states the batch of one device, and techniques.fsdp",
+        ),
+        ("accelerate", "{devices: 4}", "{}", "parallel.devices: null: accelerate states"),
+        ("megatron", "seed: 7", "seed: 7", "data.layout: messages: Megatron-LM's pretrain_gpt.py reads plain text"),
+        (
+            "ms-swift",
+            "path: tiny",
+            "family: llama, num_layers: 2",
+            "model.path: names no checkpoint, which ms-swift needs",
+        ),
+    ],
+)
+def test_recipes_that_are_no_such_run(to: str, old: str, new: str, message: str) -> None:
+    assert old in LORA
+    with pytest.raises(RecipeError) as error:
+        write(parse(LORA.replace(old, new)), to)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl", "ms-swift"])
+def test_a_loss_that_the_trainer_has_not(to: str) -> None:
+    with pytest.raises(RecipeError, match=r"^techniques.preference.loss: apo_zero: "):
+        write(parse(PAIRS.replace("loss: ipo, beta: 0.3", "loss: apo_zero").replace("preference}", "kto}")), to)
