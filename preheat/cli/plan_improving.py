@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from preheat.cli.views.output import print_progress
 from preheat.core import Numerics
-from preheat.core.plan import Improvement, Improvements, Plan
+from preheat.core.plan import SAFE, Improvement, Improvements, Plan
 from preheat.errors import RecipeError
 from preheat.interop.changes import Change, list_changes
 from preheat.interop.editing import PACKING, edit_text, find_changed_keys, find_writer
@@ -95,7 +95,8 @@ def find_file_improvements(
     from preheat.planning.search.improvements import compute_speedup, find_improvements
 
     editor = _Editor(subject, config, read)
-    changes = _merge_kernels(list_changes(subject.recipe, smaller=not planned.fits_safely), editor)
+    smaller, growth = not planned.fits_safely, _estimate_growth(planned)
+    changes = _merge_kernels(list_changes(subject.recipe, smaller=smaller, growth=growth), editor)
     gains, note = _estimate_packing(subject, config, request, planned)
     if gains:
         changes.append(Change(_PACKED, {}, numerics="different"))
@@ -127,6 +128,12 @@ def find_file_improvements(
         together=None if found.plan is None else describe(found.together, found.plan),
         note=note,
     )
+
+
+def _estimate_growth(planned: Plan) -> float:
+    """Returns how many times the memory that grows with the micro-batch fits into the device."""
+    grows = sum(planned.memory.get(category, 0.0) for category in ("activations", "temporary"))
+    return max(SAFE * planned.available_gib - (planned.peak_gib - grows), 0.0) / max(grows, 1e-9)
 
 
 def _merge_kernels(changes: list[Change], editor: _Editor) -> list[Change]:

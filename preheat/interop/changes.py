@@ -51,39 +51,51 @@ def _accumulate(steps: int) -> Technique:
 _OPTIMIZERS = ("low_bit_adamw", "adafactor", "lion", "muon", "apollo")
 _OTHER_LOSSES = ("chunked_loss", "liger", "pipeline_parallel")
 """Techniques with which the head and the loss are in chunks already, or cannot be."""
+_FACTORS = (2, 4, 8)
+"""Times a micro-batch is made larger or smaller."""
 
 
-def list_changes(recipe: Recipe, *, smaller: bool) -> list[Change]:
+def list_changes(recipe: Recipe, *, smaller: bool, growth: float) -> list[Change]:
     """Returns the changes that may help a recipe that was read from another trainer's file.
 
     Args:
         smaller: to need less memory, whatever the speed; False: to be faster.
+        growth: the micro-batch that fits over the recipe's, by an estimate.
 
     Example:
         >>> from preheat.recipe import parse
         >>> recipe = parse("{model: {size: 15M}, stop: {max_steps: 1}, techniques: {activation_checkpointing: {}}}")
-        >>> [change.kind for change in list_changes(recipe, smaller=False)]
+        >>> [change.kind for change in list_changes(recipe, smaller=False, growth=1.0)]
         ['checkpointing', 'checkpointing', 'attention', 'loss', 'kernels', 'kernels', 'kernels']
     """
-    changes = [*_change_memory(recipe, smaller), *_change_kernels(recipe)]
+    changes = [*_change_recomputation(recipe, smaller), *_change_micro_batch(recipe, smaller, growth)]
+    changes += _change_kernels(recipe)
     return [*changes, *(_shrink_states(recipe) if smaller else _keep_more(recipe))]
 
 
-def _change_memory(recipe: Recipe, smaller: bool) -> Iterator[Change]:
-    """Yields other micro-batches and amounts of recomputation."""
-    techniques = recipe.techniques
-    if smaller and "activation_checkpointing" not in techniques:
+def _change_recomputation(recipe: Recipe, smaller: bool) -> Iterator[Change]:
+    """Yields more recomputation, or less."""
+    present = recipe.techniques.get("activation_checkpointing")
+    if smaller and present is None:
         yield Change("checkpointing", {"activation_checkpointing": {}})
-    elif not smaller and "activation_checkpointing" in techniques:
+    elif not smaller and present is not None:
         yield Change("checkpointing", {}, ("activation_checkpointing", "activation_offload"))
-        if techniques["activation_checkpointing"] == registry()["activation_checkpointing"]():
+        if present == registry()["activation_checkpointing"]():
             yield Change("checkpointing", {"activation_checkpointing": {"mode": "selective"}})
-    accumulation = techniques.get("gradient_accumulation")
+
+
+def _change_micro_batch(recipe: Recipe, smaller: bool, growth: float) -> Iterator[Change]:
+    """Yields the largest micro-batch that may fit, with the same global batch: of more, each costs a dry run."""
+    accumulation = recipe.techniques.get("gradient_accumulation")
     count = accumulation.micro_batch_count() if accumulation else 1
-    # Sequences of a micro-batch over all ranks: the number of micro-batches must divide them.
-    together = recipe.batch.size // count
-    counts = [count * n for n in (2, 4, 8) if together % n == 0] if smaller else [count // n for n in (2, 4, 8)]
-    yield from (Change("micro-batch", {}, micro_batches=n) for n in counts if n and recipe.batch.size % n == 0)
+    if smaller:
+        counts = [count * n for n in _FACTORS if recipe.batch.size % (count * n) == 0]
+        fitting = next((n for n in counts if count / n <= growth), counts[-1] if counts else None)
+    else:
+        counts = [count // n for n in reversed(_FACTORS) if count % n == 0]
+        fitting = next((n for n in counts if count / n <= growth), None)
+    if fitting:
+        yield Change("micro-batch", {}, micro_batches=fitting)
 
 
 def _change_kernels(recipe: Recipe) -> Iterator[Change]:
@@ -124,4 +136,8 @@ def _shrink_states(recipe: Recipe) -> Iterator[Change]:
     if not any(name in techniques for name in _OPTIMIZERS):
         yield Change("optimizer", {"low_bit_adamw": {"bits": 8}}, numerics="different")
     if "lora" in techniques and "nf4" not in techniques:
-        yield Change("base", {"nf4": {}}, numerics="different")
+        # The precision of a frozen base is not stated beside 4 bits.
+        quantized: dict[str, dict[str, Any]] = {"nf4": {}}
+        if "mixed_precision" in techniques:
+            quantized["mixed_precision"] = {"frozen": "auto"}
+        yield Change("base", quantized, numerics="different")

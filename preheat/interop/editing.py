@@ -48,16 +48,20 @@ def find_changed_keys(file: ForeignFile, before: Recipe, after: Recipe) -> dict[
     if write is None:
         return None
     try:
-        old, new = (flatten_leaves(dict(write(recipe).values)) for recipe in (before, after))
+        was, written = write(before), write(after)
     except RecipeError:  # the recipe has no such form at all
         return None
-    # A key that is gone switches something on that is the trainer's default otherwise.
-    names = [name for name in {**old, **new} if name not in old or name not in new or old[name] != new[name]]
+    old, new = flatten_leaves(dict(was.values)), flatten_leaves(dict(written.values))
     call = next((name for name in file.values if name.partition("#")[0] in ARGUMENT_CALLS), None)
     keys: dict[Path, object] = {}
-    for name in names:
+    for name in {**old, **new}:
         path = (*(() if call is None else (call,)), *name.split("."))
-        keys[path] = _join(_look_up(file.values, path), new.get(name))
+        present = _look_up(file.values, path)
+        if name not in old and present is None and name in written.defaults:
+            continue  # the trainer does it without the key
+        # A key that is gone switches something on that is the trainer's default otherwise.
+        if name not in old or name not in new or old[name] != new[name]:
+            keys[path] = _join(present, new.get(name))
     return keys or None
 
 

@@ -260,8 +260,8 @@ def read_config(
     sources = _find_blame(outcomes)
     recipe = recipes.read_values(built, where=where, sources=sources, overrides=overrides, warn=False)
     reads_data = _is_data_here(recipe)
-    if not reads_data and (text := _describe_absent_data(recipe, named=bool(settings.sources))):
-        assumptions.append(text)
+    if not reads_data and (absent := _describe_absent_data(recipe, named=bool(settings.sources))):
+        assumptions.append(absent)
     reading = _build_reading(format, where, outcomes, defaults, built, assumptions)
     if warn:
         for key in reading.not_understood:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
@@ -20,7 +21,6 @@ MOST = 3
 """Changes to report, and to make together."""
 _GAIN = 1.01  # speedup that is worth a change
 _LESS = 0.99  # of the memory: what a change must save to bring a plan closer to fitting
-_CLOSE = 0.03  # of the device's memory: closer to it, a verdict needs the dry run of a plan
 
 
 class _Kind(Protocol):
@@ -93,28 +93,51 @@ class _Search(Generic[_Change]):
 
     def run(self, changes: Sequence[_Change]) -> Found[_Change]:
         recipes = [(change, recipe) for change in changes if (recipe := self.build([change])) is not None]
-        self.total = len(recipes) + MOST
+        self.total = len(recipes) + 2 * MOST
         requests = [replace(self.request, recipe=recipe) for _, recipe in recipes]
         with start_worker_pool(observe_for_others):
             prefetch({"request": request, "how": "few"} for request in requests)
-        plans = [(change, self._plan(recipe)) for change, recipe in recipes]
+        plans = [(change, self._estimate(recipe)) for change, recipe in recipes]
         alone = self._rank([(change, each) for change, each in plans if each is not None])
-        return Found(tuple(self._first_of_kind(alone)[:MOST]), *self._combine(alone))
+        firsts = [change for change, _ in self._first_of_kind(alone)[:MOST]]
+        singles = self._rank([(change, each) for change in firsts if (each := self._confirm([change])) is not None])
+        together = self._combine(alone)
+        if len(together) == 1 and (confirmed := next((p for change, p in singles if change is together[0]), None)):
+            return Found(tuple(singles), together, confirmed)
+        while together:
+            after = self._confirm(together)
+            if after is not None and self._helps(self.planned, after, self._gain(together)):
+                return Found(tuple(singles), together, after)
+            together = together[:-1]
+        return Found(tuple(singles))
 
-    def _plan(self, recipe: Recipe) -> Plan | None:
-        """Returns the plan of a recipe; None if a technique of it does not go with the model or another one."""
-        self.tell(self.done, self.total)
-        self.done += 1
+    def _estimate(self, recipe: Recipe) -> Plan | None:
+        """Returns the plan of a recipe by the quickest dry run; None if its techniques do not go with the model."""
+        self._count()
         request = replace(self.request, recipe=recipe)
         try:
-            result = describe(request, observe_cached(request, how="few"))
-            close = abs(result.peak_gib / result.available_gib - 1) < _CLOSE
-            return plan(request) if close or result.allocator_retries else result
+            return describe(request, observe_cached(request, how="few"))
         except RecipeError:
             return None
 
+    def _confirm(self, changes: Sequence[_Change]) -> Plan | None:
+        """Returns the plan of the recipe with some changes."""
+        self._count()
+        recipe = self.build(changes)
+        try:
+            return None if recipe is None else plan(replace(self.request, recipe=recipe))
+        except RecipeError:  # only a dry run of all layers finds some conflicts
+            return None
+
+    def _count(self) -> None:
+        self.tell(self.done, max(self.total, self.done + 1))
+        self.done += 1
+
+    def _gain(self, changes: Sequence[_Change]) -> float:
+        return math.prod(self.gains.get(change.kind, 1.0) for change in changes)
+
     def _speedup(self, change: _Change, after: Plan) -> float:
-        return compute_speedup(self.planned, after, self.gains.get(change.kind, 1.0))
+        return compute_speedup(self.planned, after, self._gain([change]))
 
     def _rank(self, plans: list[tuple[_Change, Plan]]) -> list[tuple[_Change, Plan]]:
         """Returns the changes that help, the best first: the fastest that fit, else those with the least memory."""
@@ -133,23 +156,23 @@ class _Search(Generic[_Change]):
             firsts.setdefault(pair[0].kind, pair)
         return list(firsts.values())
 
-    def _combine(self, ranked: list[tuple[_Change, Plan]]) -> tuple[tuple[_Change, ...], Plan | None]:
-        """Makes the changes one after the other, as long as each of them helps together with those before it."""
+    def _combine(self, ranked: list[tuple[_Change, Plan]]) -> tuple[_Change, ...]:
+        """Returns the changes that help one after the other, each together with those before it."""
         if not ranked:
-            return (), None
-        chosen, best = [ranked[0][0]], ranked[0][1]
+            return ()
+        chosen, best, tries = [ranked[0][0]], ranked[0][1], 0
         enough = not self.planned.fits_safely
         for change, _ in ranked[1:]:
             # What makes a run fit is enough: more would cost speed, or change more than needed.
-            if len(chosen) == MOST or (enough and best.fits_safely) or self.done >= self.total:
+            if len(chosen) == MOST or (enough and best.fits_safely) or tries == MOST:
                 break
             if change.kind in {each.kind for each in chosen}:
                 continue
-            recipe = self.build([*chosen, change])
-            after = None if recipe is None else self._plan(recipe)
-            if after is not None and self._helps(best, after, self.gains.get(change.kind, 1.0)):
+            recipe, tries = self.build([*chosen, change]), tries + 1
+            after = None if recipe is None else self._estimate(recipe)
+            if after is not None and self._helps(best, after, self._gain([change])):
                 chosen, best = [*chosen, change], after
-        return tuple(chosen), best
+        return tuple(chosen)
 
     def _helps(self, before: Plan, after: Plan, gain: float) -> bool:
         if before.fits_safely:
