@@ -14,7 +14,7 @@ from preheat.core.plan import SAFE, Improvement, Improvements, Plan
 from preheat.errors import RecipeError
 from preheat.interop.changes import Change, list_changes
 from preheat.interop.editing import PACKING, edit_text, find_changed_keys, find_writer
-from preheat.recipe.differences import list_overrides
+from preheat.recipe.differences import describe_differences
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def find_file_improvements(
         return Improvement(
             kinds=tuple(change.kind for change in made),
             keys={".".join(path): value for path, value in (keys or {}).items()},
-            overrides=tuple(list_overrides(subject.recipe, editor.apply(made, subject.recipe))),
+            ours=tuple(describe_differences(subject.recipe, editor.apply(made, subject.recipe))),
             fits_safely=after.fits_safely,
             peak_gib=after.peak_gib,
             tokens_per_second=after.tokens_per_second,
@@ -166,18 +166,18 @@ def _estimate_packing(
 
 
 def describe_keys(improvement: Improvement) -> str:
-    """Returns the changed keys of the file as its lines, or the settings of the recipe.
+    """Returns the changed keys of the file as its lines, or those of the recipe.
 
     Example:
-        >>> base = {"kinds": (), "overrides": ("batch.size=8",), "fits_safely": True, "peak_gib": 1.0}
+        >>> base = {"kinds": (), "ours": ("batch.size=8",), "fits_safely": True, "peak_gib": 1.0}
         >>> base |= {"tokens_per_second": 1.0, "speedup": 1.0, "numerics": "exact"}
         >>> describe_keys(Improvement(keys={"bf16": True, "optim": None}, **base))
         '`bf16: true`, without `optim`'
         >>> describe_keys(Improvement(keys={}, **base))
-        '--set batch.size=8'
+        "batch.size=8 (preheat's keys)"
     """
     if not improvement.keys:
-        return " ".join(f"--set {shorten(item)}" for item in improvement.overrides)
+        return f"{', '.join(shorten(item) for item in improvement.ours)} (preheat's keys)"
     return ", ".join(
         f"without `{key}`" if value is None else f"`{key}: {_format(value)}`" for key, value in improvement.keys.items()
     )
@@ -222,7 +222,7 @@ def write_improved(
 
     source, changes = config.file, describe_keys(improvement)
     if not improvement.keys:
-        raise RecipeError(f"--write: files of {source.format.title} are only read; what helps, in a recipe: {changes}")
+        raise RecipeError(f"--write: files of {source.format.title} are only read; what helps: {changes}")
     if source.path.suffix == ".py":
         raise RecipeError(f"--write: {source.path} is a script, which is not rewritten; change there: {changes}")
     keys = {tuple(key.split(".")): value for key, value in improvement.keys.items()}

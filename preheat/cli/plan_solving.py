@@ -178,7 +178,7 @@ def solve(
     # Rows are dealt to the micro-batches of all ranks alike.
     if key.name == "batch.size":
         key = replace(key, quantum=math.gcd(int(key.start), _count_parts(request)))
-    peaks: dict[int, float] = {}
+    plans: dict[int, Plan] = {}
 
     def attempt(multiple: int) -> Attempt[tuple[Subject, Plan]]:
         value = key.value(multiple)
@@ -188,12 +188,12 @@ def solve(
             other = key.apply(subject_of, multiple)
             planned = plan_of(replace(request, recipe=other.recipe))
         except RecipeError as error:
-            if not peaks:  # the recipe itself is wrong
+            if not plans:  # the recipe itself is wrong
                 raise
             return Attempt(None, reason=str(error).splitlines()[0])
-        peaks[multiple] = planned.peak_gib
-        if len(peaks) == 2:
-            _require_growth(key, peaks)
+        plans[multiple] = planned
+        if len(plans) == 2:
+            _require_growth(key, plans)
         return judge(planned, (other, planned))
 
     found = find_largest(attempt, key.first)
@@ -214,7 +214,7 @@ def solve(
             key=key.name,
             value=value,
             next_value=None if beyond is None else key.value(beyond),
-            next_peak_gib=None if beyond is None else peaks.get(beyond),
+            next_peak_gib=plans[beyond].peak_gib if beyond in plans else None,
             limit=limit,
             overrides=tuple(list_overrides(subject.recipe, solved.recipe)),
             line=f"{key.path[-1]}: {value}" if key.path else None,
@@ -222,18 +222,22 @@ def solve(
     )
 
 
-def _require_growth(key: Key, peaks: Mapping[int, float]) -> None:
+def _require_growth(key: Key, plans: Mapping[int, Plan]) -> None:
     """Raises RecipeError if a larger value does not need more memory than a smaller one."""
-    low, high = sorted(peaks)
+    low, high = sorted(plans)
     values = f"{_format(key.value(low))} and {_format(key.value(high))}"
-    if math.isclose(peaks[low], peaks[high], rel_tol=1e-6):
+    # Of tensors: the allocator's memory comes in steps.
+    less, more = plans[low].allocated_gib, plans[high].allocated_gib
+    if math.isclose(less, more, rel_tol=1e-6):
         raise RecipeError(
-            f"--solve: {key.name}: memory does not depend on it; {values} need the same {format_memory(peaks[low])}"
+            f"--solve: {key.name}: memory does not depend on it; {values} need the same "
+            f"{format_memory(plans[low].peak_gib)}"
         )
-    if peaks[high] < peaks[low]:
+    if more < less:
         raise RecipeError(
-            f"--solve: {key.name}: a larger value needs less memory: {values} need {format_memory(peaks[low])} and "
-            f"{format_memory(peaks[high])}; solve for a key that memory grows with, such as batch.size"
+            f"--solve: {key.name}: a larger value needs less memory: {values} need "
+            f"{format_memory(plans[low].peak_gib)} and {format_memory(plans[high].peak_gib)}; solve for a key that "
+            "memory grows with, such as batch.size"
         )
 
 

@@ -249,14 +249,14 @@ class Improvement:
     Attributes:
         kinds: of the changes: checkpointing, micro-batch, loss, kernels, packing, base, optimizer, sharding, attention.
         keys: {dotted key of the file: its value}; null: the key is taken out. Empty if the format is only read.
-        overrides: the same in the recipe's keys, as after `--set`.
+        ours: the same in the recipe's keys.
         speedup: times the speed of the run as it is, over the tokens that are no padding.
         numerics: largest change of the results, compared with the run as it is.
     """
 
     kinds: tuple[str, ...]
     keys: Mapping[str, Any]
-    overrides: tuple[str, ...]
+    ours: tuple[str, ...]
     fits_safely: bool
     peak_gib: float
     tokens_per_second: float

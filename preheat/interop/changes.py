@@ -130,7 +130,10 @@ def _shrink_states(recipe: Recipe) -> Iterator[Change]:
     """Yields changes that need less memory for weights and the optimizer's states."""
     techniques = recipe.techniques
     if "data_parallel" in techniques:
-        yield Change("sharding", {"fsdp": {}}, ("data_parallel", "zero1"))
+        precision = techniques.get("mixed_precision")
+        # Trainers gather fp32 weights in the precision of autocast, as `settings.build_values` has it.
+        autocast = precision is not None and vars(precision)["mode"] == "bf16" and "lora" not in techniques
+        yield Change("sharding", {"fsdp": {"gather": "bf16"} if autocast else {}}, ("data_parallel", "zero1"))
     if "fsdp" in techniques and not vars(techniques["fsdp"])["reshard_after_forward"]:
         yield Change("sharding", {"fsdp": {"reshard_after_forward": True}})
     if not any(name in techniques for name in _OPTIMIZERS):

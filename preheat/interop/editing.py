@@ -18,6 +18,11 @@ from preheat.recipe.differences import flatten_leaves
 
 __all__ = ["PACKING", "Path", "edit_text", "find_changed_keys", "find_writer"]
 
+_FIRST_LIST = re.compile(
+    r"^( *)[^\s#-][^\n#:]*:[ \t]*(?:[&!][^\s#]+[ \t]*)?(?:#[^\n]*)?\n(?:[ \t]*(?:#[^\n]*)?\n)*( *)- ", re.MULTILINE
+)
+"""A key of a list, with its anchor and comments, up to the first item: the indents are the groups."""
+
 Path = tuple[str, ...]
 """The steps to a key."""
 
@@ -99,7 +104,7 @@ def edit_text(file: ForeignFile, changes: Mapping[Path, object]) -> str:
     yaml.preserve_quotes = True
     yaml.width = 10_000  # long lines stay whole
     # ruamel writes all lists alike: as the file's first one is.
-    first = re.search(r"^( *)[^\s#-][^\n#]*:[ \t]*(?:#[^\n]*)?\n(?:\s*#[^\n]*\n)*( *)- ", file.text, re.MULTILINE)
+    first = _FIRST_LIST.search(file.text)
     offset = len(first[2]) - len(first[1]) if first else 0
     yaml.indent(mapping=2, sequence=offset + 2, offset=offset)
     document = yaml.load(file.text)
@@ -114,8 +119,11 @@ def _change(values: Any, changes: Mapping[Path, object]) -> None:
         at = values
         for section in sections:
             at = at.setdefault(section, {})
+        present = at.get(last)
         if value is None:
             at.pop(last, None)
+        elif isinstance(present, list) and isinstance(value, list) and value[: len(present)] == present:
+            present.extend(value[len(present) :])  # the list keeps its form
         else:
             at[last] = value
 

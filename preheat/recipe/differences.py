@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from preheat.core import Recipe, Technique
 
-__all__ = ["flatten_leaves", "list_overrides"]
+__all__ = ["describe_differences", "flatten_leaves", "list_overrides"]
 
 
 def flatten_leaves(values: object, at: str = "") -> dict[str, object]:
@@ -51,6 +51,20 @@ def list_overrides(before: Recipe, after: Recipe) -> list[str]:
         settings = asdict(before.techniques[name])
         overrides += [_format(f"techniques.{name}.{k}", v) for k, v in asdict(t).items() if v != settings[k]]
     return overrides
+
+
+def describe_differences(before: Recipe, after: Recipe) -> list[str]:
+    """Returns the differences between two recipes for people: as `list_overrides`, and the techniques that are gone.
+
+    Example:
+        >>> from preheat.recipe import override, parse
+        >>> plain = parse("{stop: {max_steps: 1}, techniques: {compile: {}}}")
+        >>> describe_differences(plain, override(plain, "techniques={lora: {}}"))
+        ['techniques.lora={}', 'without techniques.compile']
+    """
+    gone = {name: t for name, t in before.techniques.items() if name not in after.techniques}
+    kept = replace(after, techniques={**after.techniques, **gone})
+    return [*list_overrides(before, kept), *(f"without techniques.{name}" for name in gone)]
 
 
 def _list_settings(technique: Technique) -> dict[str, object]:
