@@ -84,6 +84,25 @@ def plan(
             help="Price of a device with its currency and time, such as 2.5USD/h or 1800EUR/month; adds the cost.",
         ),
     ] = None,
+    solve: Annotated[
+        str | None,
+        typer.Option(
+            "--solve",
+            metavar="KEY",
+            help=(
+                "Find the largest value of a numeric key that fits, such as batch.seq_len or batch.size, or of a key "
+                "of another trainer's file, such as sequence_len."
+            ),
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="Write another trainer's file with the changes that help most; comments and order are kept.",
+        ),
+    ] = None,
     inference: Annotated[
         bool,
         typer.Option("--inference", help="Plan serving: weights, KV cache, how many sequences fit, and peak speed."),
@@ -170,6 +189,7 @@ def plan(
         "--aim": aim,
         "--allow": allow,
         "--price": price,
+        "--solve": solve,
     }
     training = TrainingPlanOptions(
         **vars(asked),
@@ -178,6 +198,8 @@ def plan(
         aim=aim,
         allow=allow,
         price=parsed_price,
+        solve=solve,
+        write=write,
         out=out,
         html=html,
         verbose=verbose,

@@ -25,6 +25,7 @@ def finish(
     verbose: bool = False,
     out: Path | None = None,
     html: Path | None = None,
+    improved: Path | None = None,
     assumed: Sequence[str] = (),
     command: Sequence[str] = (),
 ) -> None:
@@ -35,6 +36,7 @@ def finish(
     Args:
         verbose: also print what the answer leaves out.
         out, html: the files of the recipe and the page, written already; after an interrupted search there is no page.
+        improved: another trainer's file with its improvements, written already.
         assumed: settings that the command does not state.
         command: what to type next.
     """
@@ -48,7 +50,8 @@ def finish(
     else:
         screen = build_console()
         page = None if interrupted else html
-        written = [(path, label) for path, label in ((out, "recipe"), (page, "page")) if path is not None]
+        files = ((out, "recipe"), (page, "page"), (improved, "improved"))
+        written = [(path, label) for path, label in files if path is not None]
         last = wrap_command(command, min(screen.width, WIDTH)) if command else []
         below = len(last) + len(written)
         notes = _collect_notes(result, html)

@@ -17,9 +17,14 @@ from preheat.errors import RecipeError
 from preheat.interop.own_techniques import add_own_techniques
 
 if TYPE_CHECKING:
-    from preheat.cli.options.plan_options import TrainingPlanOptions
+    from pathlib import Path
+
+    from preheat.cli.options.plan_options import Aim, TrainingPlanOptions
     from preheat.cli.options.subject import Subject
-    from preheat.core.plan import Alternative, Plan, PlanFigures
+    from preheat.cli.plan_solving import Solution
+    from preheat.core import Numerics
+    from preheat.core.plan import Alternative, Improvements, Plan, PlanFigures
+    from preheat.interop.reading import ForeignConfig
     from preheat.planning.request import Request
     from preheat.planning.search.result import EvaluatedPlan, SearchResult
     from preheat.recipe import Recipe
@@ -42,6 +47,14 @@ class _Question:
         return not self.subject.from_user or self.options.aim is not None or self.options.allow is not None
 
     @property
+    def aim(self) -> Aim:
+        return self.options.aim or "fastest"
+
+    @property
+    def allow(self) -> Numerics:
+        return self.options.allow or ("exact" if self.subject.from_user else "rounding")
+
+    @property
     def key(self) -> str | None:
         """Key of the stored answer; None if it is not stored."""
         # A plan of this machine is always made anew: its memory and its speed change with what else runs.
@@ -50,7 +63,7 @@ class _Question:
         from preheat.planning.answer_cache import compute_key
 
         # The options of the output change no answer.
-        asked = asdict(replace(self.options, out=None, html=None, verbose=False, json=False))
+        asked = asdict(replace(self.options, out=None, html=None, write=None, verbose=False, json=False))
         hosts = [self.devices, self.per_host]
         return compute_key(
             self.subject.recipe,
@@ -60,6 +73,7 @@ class _Question:
                 "from_user": self.subject.from_user,
                 "absent": self.subject.absent,
                 "reads_data": self.subject.reads_data,
+                "text": self.subject.config and self.subject.config.file.text,
             },
         )
 
@@ -84,9 +98,19 @@ def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
         return
     if not options.json:
         print_progress("dry run: starting")  # the imports take seconds
+    solution = None if options.solve is None else _solve(question, options.solve)
+    if solution is not None:
+        subject = replace(subject, recipe=solution.subject.recipe)
+        question = replace(question, subject=subject)
     result, page = _plan_or_search(question)
     currency = options.price.currency if options.price is not None else result.currency
-    result = replace(result, text_part=text_part_note(subject.recipe), currency=currency, absent=subject.absent)
+    result = replace(
+        result,
+        text_part=text_part_note(subject.recipe),
+        currency=currency,
+        absent=subject.absent,
+        largest_value=None if solution is None else solution.largest,
+    )
     text = render_recipe(result, subject)
     if result.searched.interrupted:
         # The best so far is no answer to store, and the page takes another dry run.
@@ -104,7 +128,11 @@ def _read_question(options: TrainingPlanOptions) -> _Question:
     Raises:
         RecipeError: there is no such recipe or model, or the options contradict the recipe.
     """
+    if options.solve is not None and options.aim == "longest-context":
+        raise RecipeError("--solve: --aim longest-context solves for batch.seq_len by itself; leave one of the two out")
     subject = _choose_subject(options)
+    if options.write is not None:
+        _check_write(options.write, options, subject)
     if subject.from_user and options.method is not None:
         raise RecipeError(
             f"--method: {options.method}: a recipe's techniques define how it trains; leave --method out, or name a "
@@ -117,17 +145,104 @@ def _read_question(options: TrainingPlanOptions) -> _Question:
     return _Question(options, subject, devices, per_host)
 
 
-def _choose_subject(options: TrainingPlanOptions, *, method: str | None = None, devices: int | None = None) -> Subject:
-    """Returns the recipe that is asked for, or that of another method or number of devices."""
+def _check_write(file: Path, options: TrainingPlanOptions, subject: Subject) -> None:
+    """Raises PreheatError if the improved file cannot be written."""
+    from preheat.cli.plan_improving import require_writable
+
+    asked = {"--solve": options.solve, "--aim": options.aim, "--allow": options.allow}
+    for option, value in asked.items():
+        if value is not None:
+            raise RecipeError(f"--write: writes the changes that help the file as it is; leave {option} {value} out")
+    require_writable(file, subject.config)
+
+
+def _choose_subject(
+    options: TrainingPlanOptions,
+    *,
+    method: str | None = None,
+    devices: int | None = None,
+    overrides: Sequence[str] = (),
+    changes: Mapping[tuple[str, ...], object] | None = None,
+) -> Subject:
+    """Returns the recipe that is asked for, or that of another method, number of devices, or value of some keys."""
     return find_subject(
         options.what,
-        options.set,
+        [*options.set, *overrides],
         method=method or options.method or "full",
         length=options.length,
         batch_tokens=options.batch_tokens,
         devices=devices or options.devices,
-        foreign=options.foreign,
+        foreign=replace(options.foreign, changes=changes or {}),
     )
+
+
+def _solve(question: _Question, key: str) -> Solution:
+    """Finds the largest value of a key with which the recipe fits, as it is or by a search for each value."""
+    from preheat.cli.plan_solving import solve
+    from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.plan_request import request_of
+    from preheat.planning.search.candidates import Space
+    from preheat.planning.search.search import count_passes, search
+
+    options, subject = question.options, question.subject
+    world = None if options.gpu is None and not question.is_search else question.devices
+    request = request_of(subject.recipe, options.gpu, world=world, per_host=question.per_host, count_rows=False)
+
+    def plan_request(request: Request) -> Plan:
+        if not question.is_search:
+            return plan(resolve_auto(request))
+        space, aim = Space(request, question.allow), question.aim
+        assert aim != "longest-context", "refused with the options"
+        return search(space, aim=aim, passes=count_passes(request.devices) // 3, confirm=False).best.plan
+
+    return solve(
+        key,
+        subject,
+        lambda overrides, changes: _choose_subject(options, overrides=overrides, changes=changes),
+        request,
+        plan_request,
+        quiet=options.json,
+    )
+
+
+def _improve(question: _Question, config: ForeignConfig, request: Request, planned: Plan) -> Improvements:
+    """Returns the changes that help the run of another trainer's file most."""
+    from preheat.cli.plan_improving import find_file_improvements
+
+    options = question.options
+    return find_file_improvements(
+        question.subject,
+        config,
+        request,
+        planned,
+        lambda changes: _choose_subject(options, changes=changes),
+        quiet=options.json,
+    )
+
+
+def _write_improved(question: _Question, file: Path, result: Plan) -> bool:
+    """Writes another trainer's file with the changes that help together; returns False if none does."""
+    from preheat.cli.plan_improving import write_improved
+    from preheat.interop.reading import read_config
+
+    config, options = question.subject.config, question.options
+    assert config is not None, "checked with the options"
+    if result.improvements is None or result.improvements.together is None:
+        return False
+
+    def read(path: Path, text: str, changes: Mapping[tuple[str, ...], object]) -> Recipe:
+        return read_config(
+            text,
+            path,
+            config.file.format,
+            overrides=options.set,
+            changes=changes,
+            deepspeed=options.deepspeed,
+            accelerate=options.accelerate,
+        ).recipe
+
+    write_improved(file, config, result.improvements.together, read)
+    return True
 
 
 def _print(question: _Question, again: Sequence[str], result: Plan, text: str, figures: PlanFigures | None) -> None:
@@ -138,6 +253,8 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         figures: of its page; None if no page is asked for, or the search was interrupted.
     """
     options, subject, per_host = question.options, question.subject, question.per_host
+    if largest := result.largest_value:
+        options = replace(options, set=(*options.set, *largest.overrides))
     result = replace(result, reading=subject.reading)
     assumed = [] if subject.from_user else list_assumed_settings(subject, result, again, per_host=per_host)
     command = build_next_command(result, subject, options, again, per_host=per_host)
@@ -151,6 +268,7 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         from preheat.report.plan_page import write_plan
 
         write_plan(result, figures, build_page_texts(result, assumed=assumed, command=command), text, options.html)
+    written = options.write is not None and _write_improved(question, options.write, result)
     finish(
         result,
         subject,
@@ -158,9 +276,12 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         verbose=options.verbose,
         out=options.out,
         html=options.html,
+        improved=options.write if written else None,
         assumed=assumed,
         command=command,
     )
+    if options.write is not None and not written and not options.json:
+        say(f"{options.write}: was not written: no change of the file helps")
 
 
 def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures]]:
@@ -179,15 +300,18 @@ def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures
         )
         own = (add_own_techniques(subject.recipe), add_own_techniques(subject.recipe, fused=False))
         instead = () if subject.reading is None else own
-        return plan_as_written(request, devices, price, instead=instead)
+        result, page = plan_as_written(request, devices, price, instead=instead)
+        if subject.config is not None and options.solve is None:
+            result = replace(result, improvements=_improve(question, subject.config, request, result))
+        return result, page
     request = request_of(
         subject.recipe, gpu, world=devices, per_host=per_host, count_rows=subject.from_user and subject.reads_data
     )
     return _search_recipe(
         request,
         _find_fixes(question),
-        aim=options.aim or "fastest",
-        allow=options.allow or ("exact" if subject.from_user else "rounding"),
+        aim=question.aim,
+        allow=question.allow,
         price=price,
         quiet=options.json,
     )
@@ -302,7 +426,7 @@ def _find_fixes(question: _Question) -> _Fixes:
 
 
 def _search_recipe(
-    request: Request, fixes: _Fixes, *, aim: str, allow: str, price: float | None, quiet: bool
+    request: Request, fixes: _Fixes, *, aim: Aim, allow: Numerics, price: float | None, quiet: bool
 ) -> tuple[Plan, Callable[[], PlanFigures]]:
     """Searches for the best recipe; if nothing fits, the alternatives are what does.
 
@@ -327,10 +451,10 @@ def _search_recipe(
             print_progress(f"dry run: {message}")
 
     def search_for(request: Request, *, passes: int = passes, confirm: bool = True) -> SearchResult:
-        space = Space(request, allow)  # type: ignore[arg-type]
+        space = Space(request, allow)
         if aim == "longest-context":
             return find_longest(space, passes=passes, tell=tell)
-        return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)  # type: ignore[arg-type]
+        return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)
 
     def iterate_fitting(result: SearchResult) -> Iterator[Alternative]:
         """Yields what fits instead, as alternatives."""
@@ -358,7 +482,7 @@ def _search_recipe(
             if instead.best.plan.fits_safely:
                 base = " on a base in 4 bits" if name == "qlora" else ""
                 yield build_alternative(["--method", name], instead, f"trains an adapter{base}")
-        space = Space(request, allow)  # type: ignore[arg-type]
+        space = Space(request, allow)
         if shorter := find_shorter_rows(result.best, space):
             length = shorter.recipe.batch.seq_len
             yield build_alternative(

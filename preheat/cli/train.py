@@ -398,8 +398,8 @@ def train(
             metavar="RECIPE",
             help=(
                 "A recipe file, the name of a built-in recipe (see: preheat recipes), or the configuration, script "
-                "(.py, .sh) or notebook of another trainer: axolotl, LLaMA-Factory, TRL, unsloth, torchtitan, ...; with "
-                "--resume also the URL of a run."
+                "(.py, .sh) or notebook of another trainer: axolotl, LLaMA-Factory, TRL, unsloth, ...; with --resume "
+                "also the URL of a run."
             ),
         ),
     ],

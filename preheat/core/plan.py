@@ -23,7 +23,10 @@ __all__ = [
     "Cost",
     "Energy",
     "HostLaunches",
+    "Improvement",
+    "Improvements",
     "Interval",
+    "LargestValue",
     "LongestContext",
     "Parameters",
     "Plan",
@@ -240,6 +243,66 @@ class LongestContext:
 
 
 @dataclass(frozen=True)
+class Improvement:
+    """One or more changes of another trainer's file, with the plan of its run after them.
+
+    Attributes:
+        kinds: of the changes: checkpointing, micro-batch, loss, kernels, packing, base, optimizer, sharding, attention.
+        keys: {dotted key of the file: its value}; null: the key is taken out. Empty if the format is only read.
+        ours: the same in the recipe's keys.
+        speedup: times the speed of the run as it is, over the tokens that are no padding.
+        numerics: largest change of the results, compared with the run as it is.
+    """
+
+    kinds: tuple[str, ...]
+    keys: Mapping[str, Any]
+    ours: tuple[str, ...]
+    fits_safely: bool
+    peak_gib: float
+    tokens_per_second: float
+    speedup: float
+    numerics: Numerics
+
+
+@dataclass(frozen=True)
+class Improvements:
+    """The changes of another trainer's file that help most: to be faster, or to fit.
+
+    Attributes:
+        singles: each change alone, the best first.
+        together: those that help together; None if none helps.
+        note: a change whose gain is not known; empty if there is none.
+    """
+
+    singles: tuple[Improvement, ...]
+    together: Improvement | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class LargestValue:
+    """The largest value of a key with which a plan fits safely; the plan is of this value.
+
+    Attributes:
+        key: of the recipe, or of another trainer's file.
+        value: the largest that fits.
+        next_value: the smallest value that is known not to fit; None: none was found.
+        next_peak_gib: predicted peak with it; None if it is refused, or none was found.
+        limit: the reason why no larger value fits.
+        overrides: the recipe's settings that follow from the value, as after `--set`.
+        line: the line of another trainer's file that sets the value; None for a key of the recipe.
+    """
+
+    key: str
+    value: int | float
+    next_value: int | float | None
+    next_peak_gib: float | None
+    limit: str
+    overrides: tuple[str, ...]
+    line: str | None = None
+
+
+@dataclass(frozen=True)
 class Predicted(Record):
     """The predictions of what a run measures; memory in GiB, of which a CPU has the peak only.
 
@@ -322,6 +385,8 @@ class Plan:
         startup: when techniques that delay the first step pay; None if no other plan can be compared.
         alternatives, rejected, searched: of the search.
         longest_context: for recipes that extend the context.
+        largest_value: of `--solve`; None: nothing was solved for.
+        improvements: of another trainer's file; None if it is not one, or was searched.
         settled: {technique.setting: value} that the recipe left `auto`.
         text_part: the sentence to print if only the text part of a checkpoint is planned.
         absent: `model.path` of the recipe, if it cannot be read here and its preset is planned.
@@ -385,6 +450,8 @@ class Plan:
     rejected: tuple[Rejection, ...] = ()
     searched: Searched = Searched()
     longest_context: LongestContext | None = None
+    largest_value: LargestValue | None = None
+    improvements: Improvements | None = None
     settled: Mapping[str, Any] = field(default_factory=dict)
     text_part: str | None = None
     absent: str | None = None

@@ -254,6 +254,11 @@ class Rows:
         return used
 
     @property
+    def example_lengths(self) -> np.ndarray:
+        """[examples] number of tokens of each sequence in the rows of `whole` packing."""
+        return self._used[self._order]
+
+    @property
     def tokens_total(self) -> int:
         """Number of tokens in all rows, without padding."""
         if self.packing == "stream":

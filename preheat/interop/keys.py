@@ -28,6 +28,7 @@ __all__ = [
     "ignore",
     "iterate_entries",
     "refuse",
+    "replace_value",
     "switch",
     "take",
 ]
@@ -283,3 +284,20 @@ def iterate_entries(values: Mapping[str, Any], lines: Mapping[tuple[str, ...], i
 
     for key, value in values.items():
         yield from walk(value, (str(key),))
+
+
+def replace_value(values: Mapping[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+    """Returns a copy of nested values with another value at a path; mappings that are missing on the way are added.
+
+    Example:
+        >>> replace_value({"a": [{"b": 1}], "c": 2}, ("a", "0", "b"), 3)
+        {'a': [{'b': 3}], 'c': 2}
+    """
+    first, rest = path[0], path[1:]
+    if not rest:
+        return {**values, first: value}
+    inner = values.get(first)
+    if not isinstance(inner, list):
+        return {**values, first: replace_value(inner if isinstance(inner, Mapping) else {}, rest, value)}
+    items = {str(number): item for number, item in enumerate(inner)}
+    return {**values, first: list(replace_value(items, rest, value).values())}

@@ -25,7 +25,18 @@ from preheat.core.config_reading import (
 )
 from preheat.errors import RecipeError
 from preheat.interop.deepspeed import find_file, keep_masters
-from preheat.interop.keys import Assumed, Computed, Entry, Handler, Ignore, NoEffect, Reference, Takes, iterate_entries
+from preheat.interop.keys import (
+    Assumed,
+    Computed,
+    Entry,
+    Handler,
+    Ignore,
+    NoEffect,
+    Reference,
+    Takes,
+    iterate_entries,
+    replace_value,
+)
 from preheat.interop.notebook import Cell, find_cell, read_notebook
 from preheat.interop.script import ARGUMENT_CALLS, read_script
 from preheat.interop.settings import OURS, Settings, build_values
@@ -41,7 +52,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.interop.writing import Write
 
-__all__ = ["ForeignConfig", "Format", "find_format", "read_config"]
+__all__ = ["ForeignConfig", "ForeignFile", "Format", "find_format", "read_config"]
 
 _log = logging.getLogger("preheat.interop")  # shown by the command line
 
@@ -110,6 +121,27 @@ class Format:
 
 
 @dataclass(frozen=True)
+class ForeignFile:
+    """The text of another trainer's configuration, as it was read.
+
+    Attributes:
+        values: of the text, with the changes that were asked for; none of a shell script.
+        padded: rows of the data are padded, not packed.
+    """
+
+    path: Path
+    text: str
+    format: Format
+    values: Mapping[str, Any]
+    padded: bool
+
+    @property
+    def is_script(self) -> bool:
+        """True for Python, notebooks and shell scripts, which are read but not rewritten."""
+        return self.path.suffix in _SCRIPTS or is_shell(self.path.name)
+
+
+@dataclass(frozen=True)
 class ForeignConfig:
     """A recipe that was read from another trainer's configuration.
 
@@ -121,6 +153,7 @@ class ForeignConfig:
     recipe: Recipe
     reading: ConfigReading
     reads_data: bool
+    file: ForeignFile
     names_data: bool = True
 
 
@@ -251,6 +284,7 @@ def read_config(
     *,
     where: str | None = None,
     overrides: Sequence[str] = (),
+    changes: Mapping[tuple[str, ...], object] | None = None,
     devices: int | None = None,
     deepspeed: Path | None = None,
     accelerate: Path | None = None,
@@ -263,6 +297,7 @@ def read_config(
         file: relative paths in it may start from its folder.
         where: name of the file in errors.
         overrides: `key=value` of the recipe.
+        changes: path of a key of the file -> the value to read in place of the text's.
         devices: number of devices; None: as many as the file's degrees of parallelism need.
         deepspeed: DeepSpeed's JSON; by default the file that the configuration names.
         accelerate: accelerate's YAML.
@@ -273,6 +308,7 @@ def read_config(
             file, line and key.
     """
     where = where or str(file)
+    values: Mapping[str, Any] = {}
     if is_shell(where):
         run = read_shell(text, where, file.parent)
         entries, accelerate = list(run.entries), accelerate or run.accelerate
@@ -282,7 +318,10 @@ def read_config(
         where, _ = split_name(where)
         if not isinstance(source.values, Mapping):
             raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(source.values)}")
-        entries = source.list_entries()
+        values = source.values
+        for path, value in (changes or {}).items():
+            values = replace_value(values, path, value)
+        entries = replace(source, values=values).list_entries()
     defaults = format.choose_defaults(dict.fromkeys(name for entry in entries for name in (entry.path[0], entry.name)))
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
@@ -303,14 +342,15 @@ def read_config(
     sources = _find_blame(outcomes)
     recipe = recipes.read_values(built, where=where, sources=sources, overrides=overrides, warn=False)
     reads_data = _is_data_here(recipe)
-    if not reads_data and (text := _describe_absent_data(recipe, named=bool(settings.sources))):
-        assumptions.append(text)
+    if not reads_data and (absent := _describe_absent_data(recipe, named=bool(settings.sources))):
+        assumptions.append(absent)
     reading = _build_reading(format, where, outcomes, defaults, built, assumptions)
     if warn:
         for key in reading.not_understood:
             _log.warning("%s:%d: %s: not understood; %s", key.file or where, key.line, key.key, key.assumed)
     names_data = bool(settings.sources) or any(item.startswith("data.") for item in overrides)
-    return ForeignConfig(recipe, reading, reads_data, names_data)
+    read = ForeignFile(file, text, format, values, padded=not settings.packing)
+    return ForeignConfig(recipe, reading, reads_data, read, names_data)
 
 
 _MODEL = ("model.path=", "model.size=", "model.preset=")

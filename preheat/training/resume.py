@@ -20,6 +20,7 @@ from preheat.evaluation.best import criterion_of, judge
 from preheat.files import to_plain_data
 from preheat.hardware.deterministic import describe_exactness, is_exact
 from preheat.recipe import Recipe
+from preheat.recipe.differences import flatten_leaves
 from preheat.recipe.paths import anchor_paths, shorten_paths
 from preheat.run.layout import MEMORY_KEYS
 from preheat.run.reader import Reader
@@ -73,13 +74,13 @@ def compare(recipe: Recipe, before: str) -> bool:
     )
     changed = [
         key
-        for key in _flatten_leaves(old).keys() | _flatten_leaves(new).keys()
-        if _flatten_leaves(old).get(key) != _flatten_leaves(new).get(key)
+        for key in flatten_leaves(old).keys() | flatten_leaves(new).keys()
+        if flatten_leaves(old).get(key) != flatten_leaves(new).get(key)
     ]
     # A free section frees all its keys: `data.workers` alone, but everything below `evaluate`.
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
-        was, now = _flatten_leaves(old), _flatten_leaves(new)
+        was, now = flatten_leaves(old), flatten_leaves(new)
         changes = ", ".join(
             f"{key} (was {quote_value(was.get(key))}, is {quote_value(now.get(key))})" for key in changed[:_NAMED]
         )
@@ -98,17 +99,6 @@ def _select_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
         if (isinstance(t, Searchable) and t.memory_saving) == memory_saving
     }
     return replace(recipe, techniques=chosen)
-
-
-def _flatten_leaves(values: object, at: str = "") -> dict[str, object]:
-    # An empty mapping is a leaf: adding the first key to it must count as a change.
-    if isinstance(values, dict) and values:
-        return {
-            k: v
-            for key, value in values.items()
-            for k, v in _flatten_leaves(value, f"{at}.{key}" if at else str(key)).items()
-        }
-    return {at: values}
 
 
 def resume_build(

@@ -128,6 +128,71 @@ def test_the_plan_has_the_reading_by_its_schema(preheat: Command, folder: Path) 
     assert preheat.here.json("plan", "r.yaml", "--gpu", "H100")["reading"] is None
 
 
+@pytest.mark.parametrize("key", ["batch.seq_len", "sequence_len", "micro_batch_size"])
+def test_the_largest_value_of_a_key_fits_and_the_next_does_not(key: str, preheat: Command, folder: Path) -> None:
+    gpu = ("--gpu", "name=X,memory=0.86GiB,bandwidth=100,bf16=10")
+    plan = preheat.here.json("plan", "axolotl.yaml", *gpu, "--solve", key)
+    jsonschema.validate(plan, preheat.here.json("plan", "--schema"))
+    largest = plan["largest_value"]
+    assert largest["key"] == key
+    assert largest["line"] == (None if key == "batch.seq_len" else f"{key}: {largest['value']}")
+    # By plans of the value and of the next.
+    (item,) = largest["overrides"]
+    assert plan["verdict"] in ("fits", "fits tightly")
+    as_set = preheat.here.json("plan", "axolotl.yaml", *gpu, "--set", item)
+    assert as_set["peak_gib"] == plan["peak_gib"] < largest["next_peak_gib"]
+    changed = AXOLOTL.replace("sequence_len: 64", f"sequence_len: {largest['next_value']}")
+    if key == "micro_batch_size":
+        changed = AXOLOTL.replace("micro_batch_size: 2", f"micro_batch_size: {largest['next_value']}")
+    (folder / "next.yaml").write_text(changed)
+    code = 0 if largest["next_peak_gib"] <= plan["available_gib"] else 3
+    beyond = preheat.here.json("plan", "next.yaml", *gpu, code=code)
+    assert beyond["peak_gib"] == largest["next_peak_gib"]
+    assert beyond["verdict"] in ("does not fit safely", "does not fit")
+
+
+def test_the_changes_that_help_are_shown_and_written_in_the_keys_of_the_file(preheat: Command, folder: Path) -> None:
+    plan = preheat.here.json("plan", "axolotl.yaml", "--gpu", "H100")
+    jsonschema.validate(plan, preheat.here.json("plan", "--schema"))
+    found = plan["improvements"]
+    assert all(single["speedup"] > 1.01 and single["fits_safely"] for single in found["singles"])
+    assert {"gradient_checkpointing": False} in [single["keys"] for single in found["singles"]]
+    assert "sample_packing: true" in found["note"]
+    out = preheat.here("plan", "axolotl.yaml", "--gpu", "H100", "--write", "better.yaml")[0]
+    assert "`gradient_checkpointing: false`: " in out
+    assert "--from" not in out
+    # The written file is planned as fast as it was said to be.
+    better = preheat.here.json("plan", "better.yaml", "--gpu", "H100")
+    assert better["tokens_per_second"] == found["together"]["tokens_per_second"]
+    assert better["peak_gib"] == found["together"]["peak_gib"]
+    text = (folder / "better.yaml").read_text()
+    assert set(AXOLOTL.splitlines()) - set(text.splitlines()) <= {
+        "gradient_checkpointing: true",
+        "micro_batch_size: 2",
+        "gradient_accumulation_steps: 2",
+    }
+
+
+def test_packing_gains_by_the_lengths_of_the_rows(preheat: Command, folder: Path) -> None:
+    (folder / "lf.yaml").write_text(LLAMA_FACTORY.replace("max_steps: 2", "num_train_epochs: 1").replace("64", "512"))
+    found = preheat.here.json("plan", "lf.yaml", "--gpu", "H100")["improvements"]
+    packed = [single for single in found["singles"] if single["kinds"] == ["packing"]]
+    assert [single["keys"] for single in packed] == [{"packing": True, "neat_packing": True}]
+    assert packed[0]["speedup"] > 1.01
+
+
+def test_what_makes_a_file_fit_is_shown(preheat: Command, folder: Path) -> None:
+    text = AXOLOTL.replace("true\nwandb", "false\nwandb").replace("_size: 2", "_size: 64")
+    (folder / "f.yaml").write_text(text)
+    gpu = ("--gpu", "name=X,memory=0.87GiB,bandwidth=100,bf16=10")
+    plan = preheat.here.json("plan", "f.yaml", *gpu, code=3)
+    together = plan["improvements"]["together"]
+    assert together["fits_safely"]
+    out = preheat.here("plan", "f.yaml", *gpu, code=3)[0]
+    assert "\nto fit    " in out
+    assert "--write improved.yaml" in out
+
+
 def test_a_configuration_shows_its_data_and_trains(preheat: Command, folder: Path) -> None:
     shown = preheat.here.json("data", "lf.yaml")
     assert shown["layout"].startswith("alpaca")
@@ -164,6 +229,19 @@ def test_a_job_decides_the_number_of_devices(preheat: Command, folder: Path) -> 
         (AXOLOTL + "stage: sft\nmodel_name_or_path: base\n", (), "f.yaml:16: stage: is a key of LLaMA-Factory, and "),
         (AXOLOTL.replace("64", "long"), (), "f.yaml:9: sequence_len: must be a number, got 'long'"),
         (AXOLOTL, ("--from", "axolot"), "--from: axolot: not a known format; did you mean 'axolotl'?"),
+        (AXOLOTL, ("--solve", "sequence_length"), "--solve: sequence_length: is no key of the recipe or the file; did"),
+        (AXOLOTL, ("--solve", "bf16"), "--solve: bf16: is True, not a number"),
+        (
+            AXOLOTL,
+            ("--solve", "num_epochs"),
+            "--solve: num_epochs: memory does not depend on it; 1 and 2 need the same",
+        ),
+        (
+            AXOLOTL,
+            ("--solve", "lora_r", "--write", "b.yaml"),
+            "--write: writes the changes that help the file as it is",
+        ),
+        (AXOLOTL, ("--solve", "batch.size", "--aim", "longest-context"), "--solve: --aim longest-context solves for"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -171,7 +249,16 @@ def test_a_mistake_is_one_line(
 ) -> None:
     (folder / "f.yaml").write_text(text)
     error = preheat.here("plan", "f.yaml", "--gpu", "H100", *arguments, code=2)[1]
-    assert error.startswith(f"error: {message}")
+    (line,) = (line for line in error.strip().splitlines() if not line.startswith("dry run: "))
+    assert line.startswith(f"error: {message}")
+
+
+def test_files_of_others_are_not_overwritten_and_what_never_fits_is_one_line(preheat: Command, folder: Path) -> None:
+    error = preheat.here("plan", "axolotl.yaml", "--gpu", "H100", "--write", "lf.yaml", code=1)[1]
+    assert error.strip() == "error: lf.yaml: exists, and preheat did not write it; name another file"
+    gpu = ("--gpu", "name=X,memory=0.1GiB,bandwidth=100,bf16=10")
+    error = preheat.here("plan", "axolotl.yaml", *gpu, "--solve", "sequence_len", "--json", code=3)[1]
+    assert error.startswith("error: --solve: not even sequence_len 64 fits; it needs ")
     assert len(error.strip().splitlines()) == 1
 
 
@@ -220,11 +307,16 @@ def test_a_notebook_is_planned_and_trains(preheat: Command, folder: Path) -> Non
         (("plan", "r.yaml", "--deepspeed", "ds.json"), "--deepspeed: ds.json: belongs beside another trainer's file"),
         (("plan", "axolotl.yaml", "--deepspeed", "ds.json"), "ds.json: cannot be read (No such file or directory)"),
         (("train", "arguments.json", "--set", "model.path=base"), "arguments.json: names no data to train on; add"),
+        (("plan", "r.yaml", "--write", "b.yaml"), "--write: writes the improved file of another trainer, and this is"),
+        (("plan", "sft.py", "--gpu", "H100", "--write", "b.py"), "--write: sft.py is a script, which is not rewritten"),
+        (("plan", "litgpt.yaml", "--gpu", "H100", "--write", "b.yaml"), "--write: files of litgpt are only read; what"),
     ],
 )
 def test_mistakes_with_files_beside(arguments: tuple[str, ...], message: str, preheat: Command, folder: Path) -> None:
     (folder / "a.yaml").write_text("distributed_type: FSDP\n")
+    (folder / "sft.py").write_text(SCRIPT)
+    (folder / "litgpt.yaml").write_text(LITGPT)
     (folder / "arguments.json").write_text('{"per_device_train_batch_size": 2, "max_steps": 2}')
     error = preheat.here(*arguments, code=2)[1]
-    assert error.startswith(f"error: {message}")
-    assert len(error.strip().splitlines()) == 1
+    (line,) = (line for line in error.strip().splitlines() if not line.startswith("dry run: "))
+    assert line.startswith(f"error: {message}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from preheat.errors import RecipeError
@@ -19,11 +20,13 @@ class ForeignOptions:
         format: name of its format; None: recognized by its keys.
         deepspeed: DeepSpeed's JSON beside it; None: the file that it names.
         accelerate: accelerate's YAML beside it.
+        changes: path of a key of the file -> the value to read in place of the file's.
     """
 
     format: str | None = None
     deepspeed: Path | None = None
     accelerate: Path | None = None
+    changes: Mapping[tuple[str, ...], object] = field(default_factory=dict)
 
     def list_typed(self) -> dict[str, str]:
         """Returns the options that were given, with their values, for a command that does the same."""

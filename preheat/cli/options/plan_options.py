@@ -57,13 +57,20 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlanOptions(PlanOptions):
-    """The options of a plan for training: of a recipe as it is, or of a search around it."""
+    """The options of a plan for training: of a recipe as it is, or of a search around it.
+
+    Attributes:
+        solve: key to find the largest value of.
+        write: another trainer's file with the improvements of the plan.
+    """
 
     batch_tokens: int | None
     method: Method | None
     aim: Aim | None
     allow: Numerics | None
     price: Price | None
+    solve: str | None
+    write: Path | None
     out: Path | None
     html: Path | None
     verbose: bool

@@ -89,6 +89,7 @@ def read_foreign_config(
         format,
         where=where,
         overrides=overrides,
+        changes=foreign.changes,
         devices=devices,
         deepspeed=foreign.deepspeed,
         accelerate=foreign.accelerate,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from preheat.cli.options.plan_options import PlanOptions
     from preheat.core.config_reading import ConfigReading
     from preheat.core.json_types import JsonObject
+    from preheat.interop.reading import ForeignConfig
 
 __all__ = ["METHODS", "Subject", "count_devices", "find_subject"]
 
@@ -52,6 +53,7 @@ class Subject:
             planned, and the recipe lacks the path.
         reading: how the recipe was read from another trainer's configuration; None if it was not.
         reads_data: False if another trainer's configuration names data that is not on this machine.
+        config: the configuration of another trainer that the recipe was read from; None if it was not.
     """
 
     recipe: Recipe
@@ -60,6 +62,7 @@ class Subject:
     absent: str | None = None
     reading: ConfigReading | None = None
     reads_data: bool = True
+    config: ForeignConfig | None = None
 
 
 def find_subject(
@@ -94,7 +97,8 @@ def find_subject(
         world = devices if devices > 1 else None
         if config := read_foreign_config(what, values_set, foreign=foreign, devices=world, warn=False):
             recipe = _check_batch_tokens(config.recipe, batch_tokens)
-            return replace(_load_foreign_recipe(recipe, config.reading), reads_data=config.reads_data)
+            subject = _load_foreign_recipe(recipe, config.reading)
+            return replace(subject, reads_data=config.reads_data, config=config)
         return _load_user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     foreign.require_none(what)
     # A model instead of a recipe: invent the rest of a recipe around it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,11 +56,17 @@ def build_next_command(
     from preheat.recipe import Data
 
     out, devices, searched = options.out, result.devices, bool(result.searched.candidates)
+    improved = result.improvements.together if result.improvements else None
+    if not result.fits and improved and improved.keys and improved.fits_safely:
+        if options.write is None:
+            return [*again, "--write", f"improved{Path(options.what or '').suffix}"]
+        return [str(options.write) if word == options.what else word for word in again]
     if not result.fits or (searched and result.verdict is Verdict.UNSAFE):
         return build_smaller_command(result, again, searched=searched)
     if out is None and (searched or options.what is None):
         return [*again, "--out", "recipe.yaml"]
-    recipe = str(out) if out is not None else str(options.what)
+    written = options.write if improved else None  # another trainer's file with its improvements
+    recipe = str(out or written or options.what)
     # The written recipe contains the settings already; a model's recipe lacks the data.
     typed = [*options.foreign.list_typed().items(), *(("--set", item) for item in options.set)]
     settings = [] if out is not None else [part for pair in typed for part in pair]

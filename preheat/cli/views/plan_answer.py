@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import format_duration, format_gflops, format_rate
 from preheat.core.mesh import DATA, Axis, sizes_of
-from preheat.core.plan import Alternative, Cost, Energy, Plan, SpeedNow, Verdict
+from preheat.core.plan import Alternative, Cost, Energy, Improvement, LargestValue, Plan, SpeedNow, Verdict
 from preheat.sanitize import escape_control_characters, format_memory, format_percent, format_three_digits, shorten
 
 if TYPE_CHECKING:
@@ -158,6 +158,8 @@ class Answer:
             entries.append(_Entry("method", _describe_method(recipe, plan), most=4, least=2, order=4))
         if self.assumed:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
+        if largest := plan.largest_value:
+            entries.append(_Entry("largest", _describe_largest(largest), style="bold", most=4))
         if longest := plan.longest_context:
             reached = (
                 f"{longest.length:,} tokens a sequence fit ({format_memory(longest.peak_gib)})"
@@ -165,9 +167,12 @@ class Answer:
                 else "no sequence fits"
             )
             entries.append(_Entry("longest", f"{reached}; {longest.limit}", order=2))
+        if plan.improvements:
+            entries += _list_improvements(plan)
         alternatives = plan.alternatives
         for n, alternative in enumerate(alternatives[:3]):
             text = _describe_alternative(alternative, plan, recipe)
+            text = text if plan.improvements is None else f"as preheat would: {text}"
             # Half an alternative cannot be typed; the closest one stays longest.
             order = 6 + n if n else 2
             entries.append(_Entry("" if n else "instead", text, style="cyan", most=4, order=order, uncut=True))
@@ -409,6 +414,57 @@ def resolve_recipe(plan: Plan, techniques: Mapping[str, Any] | None = None) -> R
 def _describe_techniques(techniques: Iterable[Technique]) -> list[str]:
     # Accumulation shows as the rows of a micro-batch.
     return [describe(t) for t in techniques if t.is_parallel() or t.micro_batch_count() == 1]
+
+
+def _list_improvements(plan: Plan) -> list[_Entry]:
+    """Returns the changes of another trainer's file that help, the best first, and what they give together."""
+    from preheat.cli.plan_improving import describe_keys
+
+    found = plan.improvements
+    assert found is not None, "only plans of another trainer's file have improvements"
+    label = "faster" if plan.fits_safely else "to fit"
+    entries = [
+        _Entry(
+            "" if n else label, f"{describe_keys(each)}: {_describe_gain(each, plan)}", style="cyan", most=3, order=n
+        )
+        for n, each in enumerate(found.singles)
+    ]
+    if found.together and len(found.together.kinds) > 1:
+        kinds = " + ".join(found.together.kinds)
+        text = f"{kinds}: {_describe_gain(found.together, plan)}; --write FILE writes them"
+        entries.append(_Entry("together", text, style="cyan", order=1))
+    if found.note:
+        entries.append(_Entry("note", found.note, style="dim", order=5))
+    return entries
+
+
+def _describe_gain(improvement: Improvement, plan: Plan) -> str:
+    """Describes the memory and the speed of an improvement.
+
+    Twice as fast and more is a factor, less is in percent.
+    """
+    speed = improvement.speedup
+    change = f"{speed:.1f} times the tokens/s" if speed >= 2 else f"{format_percent(abs(speed - 1))} faster"
+    if abs(speed - 1) < 0.005:
+        change = "as fast"
+    elif speed < 1:
+        change = f"{format_percent(1 - speed)} slower"
+    peak = format_memory(improvement.peak_gib)
+    fits = f"needs {peak} and does not fit alone" if not improvement.fits_safely else f"fits in {peak}"
+    numerics = {"exact": "", "rounding": "", "different": "; other results"}[improvement.numerics]
+    return f"{fits if not plan.fits_safely else peak}, {change}{numerics}"
+
+
+def _describe_largest(largest: LargestValue) -> str:
+    """Describes the largest value that fits, why no larger one does, and what sets it."""
+    limit = largest.limit
+    if largest.next_value is not None:
+        limit = f"{largest.next_value:,} {'is refused: ' if largest.next_peak_gib is None else ''}{limit}"
+    ways = [f"write `{largest.line}`"] if largest.line else []
+    ways += [" ".join(f"--set {item}" for item in largest.overrides)] if largest.overrides else []
+    return "; ".join(
+        filter(None, (f"{largest.key} {largest.value:,} is the largest that fits", limit, " or ".join(ways)))
+    )
 
 
 def _describe_method(recipe: Recipe, plan: Plan) -> str:

@@ -8,19 +8,18 @@ from dataclasses import replace
 from signal import SIGINT
 
 from preheat.core import DATA
-from preheat.core.plan import LongestContext
+from preheat.core.plan import LongestContext, Plan
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
-from preheat.planning.search.result import SearchResult, describe_too_large
+from preheat.planning.search.largest_value import Attempt, find_largest, judge
+from preheat.planning.search.result import SearchResult
 from preheat.planning.search.search import search
 
 __all__ = ["find_longest", "find_longest_as_stated"]
 
-DOUBLINGS = 10
-"""For a recipe as it is: each doubling costs a dry run, and 1024 times its length is beyond any practical limit."""
 SHORTEST = 32
 """Tokens of the shortest sequence worth reporting."""
 
@@ -38,31 +37,37 @@ def find_longest(
     """
     batch = space.recipe.batch
     positions = space.model.positions or batch.seq_len
-    tokens, best = batch.size * batch.seq_len, None
-    length = batch.seq_len
-    while True:
+    tokens = batch.size * batch.seq_len
+    best: SearchResult | None = None
+
+    def attempt(length: int) -> Attempt[SearchResult]:
+        nonlocal best
+        # A technique that scales the rotary embedding extends the positions with the length.
+        if best and length > positions and not _has_positions(space.request, length):
+            return Attempt(None, reason=f"the model has {positions:,} positions")
         # At least one row per device, even if that makes the batch larger than the recipe's.
         size = max(tokens // length, space.world)
         recipe = replace(space.recipe, batch=replace(batch, seq_len=length, size=size))
         longer = replace(space.request, recipe=recipe)
-        try:
-            result = search(replace(space, request=longer), passes=passes // 3, confirm=False, tell=tell)
-        except Interrupted as signal:  # before the first dry run of this length
-            if best is None or signal.number != SIGINT:
-                raise
-            return replace(best, interrupted=True)
+        result = search(replace(space, request=longer), passes=passes // 3, confirm=False, tell=tell)
         if result.interrupted:
-            return replace(best or result, interrupted=True)
-        if not result.best.plan.fits_safely:
-            if best is not None:
-                best.rejected.append((f"sequences of {length:,} tokens", describe_too_large(result.best.plan)))
-            return best or result
-        best = result
-        # A technique that scales the rotary embedding extends the positions with the length.
-        if 2 * length > positions and not _has_positions(space.request, 2 * length):
-            best.rejected.append((f"sequences of {2 * length:,} tokens", f"the model has {positions:,} positions"))
-            return best
-        length *= 2
+            best = best or result
+            raise Interrupted(SIGINT)
+        if best is None or result.best.plan.fits_safely:
+            best = result
+        return judge(result.best.plan, result)
+
+    try:
+        found = find_largest(attempt, batch.seq_len, least=batch.seq_len, refine=False)
+    except Interrupted as signal:
+        if best is None or signal.number != SIGINT:  # before the first dry run
+            raise
+        return replace(best, interrupted=True)
+    assert best is not None, "the first length was searched"
+    if found.largest and found.too_large:
+        length, refused = found.too_large
+        best.rejected.append((f"sequences of {length:,} tokens", refused.reason))
+    return best
 
 
 def find_longest_as_stated(request: Request) -> LongestContext:
@@ -75,26 +80,22 @@ def find_longest_as_stated(request: Request) -> LongestContext:
     rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
-    longest = LongestContext(0, None, "")
-    length, doubled = recipe.batch.seq_len, 0
-    while doubled < DOUBLINGS:
+
+    def attempt(length: int) -> Attempt[Plan]:
         longer = replace(recipe, batch=replace(recipe.batch, seq_len=length, size=rows))
         try:
             planned = plan(replace(request, recipe=longer))
         except RecipeError as error:  # the length is to blame: the recipe itself was planned before
-            return replace(longest, limit=f"sequences of {length:,} tokens: {str(error).splitlines()[0]}")
-        if planned.fits_safely:
-            longest = replace(longest, length=length, peak_gib=planned.peak_gib)
-            # A longer length failed before: the halving has found the answer.
-            if longest.limit:
-                return longest
-            length, doubled = 2 * length, doubled + 1
-            continue
-        longest = replace(longest, limit=f"sequences of {length:,} tokens: {describe_too_large(planned)}")
-        if longest.length or length < 2 * SHORTEST:
-            return longest
-        length //= 2
-    return replace(longest, limit=f"sequences of {length:,} tokens were not tried")
+            return Attempt(None, reason=str(error).splitlines()[0])
+        return judge(planned, planned)
+
+    found = find_largest(attempt, recipe.batch.seq_len, least=SHORTEST, refine=False)
+    length, fitting = found.largest or (0, None)
+    peak = fitting.result.peak_gib if fitting and fitting.result else None
+    if found.too_large is None:
+        return LongestContext(length, peak, f"sequences of {2 * length:,} tokens were not tried")
+    beyond, refused = found.too_large
+    return LongestContext(length, peak, f"sequences of {beyond:,} tokens: {refused.reason}")
 
 
 def _has_positions(request: Request, length: int) -> bool:
