@@ -73,11 +73,14 @@ def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool
     return torch.autocast(device, dtype=dtype or torch.bfloat16, cache_enabled=cached)
 
 
-def cast_to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
-    """Casts fp32 parameters to `dtype`, in place: the frozen ones if there are any, otherwise all. Buffers stay.
+def cast_to_half(
+    model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = (), trained: bool | None = None
+) -> int:
+    """Casts fp32 parameters to `dtype`, in place. Buffers stay.
 
     Args:
         keep: modules whose parameters are not cast.
+        trained: cast the trained parameters too; None: if none is frozen.
 
     Returns:
         The number of cast elements.
@@ -92,7 +95,8 @@ def cast_to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Modu
     excluded = {id(p) for module in keep for p in module.parameters()}
     # Under an adapter only the frozen base is cast: trained weights in bf16 would lose small updates.
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in excluded]
+    candidates = model.parameters() if trained or not frozen else frozen
+    chosen = [p for p in candidates if p.dtype == torch.float32 and id(p) not in excluded]
     for p in chosen:
         # `.data` keeps the Parameter object, so that tied modules still share it.
         p.data = p.data.to(dtype)
@@ -353,7 +357,7 @@ class MixedPrecision(Searchable):
                 total,
             )
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
-        full = all(p.requires_grad for p in part.parameters())
+        full = Tag.FROZEN_WEIGHTS in build.tags or all(p.requires_grad for p in part.parameters())
         frozen_half = self.frozen == "half" or (self.frozen == "auto" and build.device.kind == "cuda")
         # True if weights are cast, all or the frozen ones; otherwise autocast casts a copy for each matmul.
         of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
@@ -374,7 +378,7 @@ class MixedPrecision(Searchable):
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
             return Change(f"matmuls in {name} under autocast, weights in fp32{scaled}{suffix}", total)
-        count = cast_to_half(part, half, keep=fp32_modules)
+        count = cast_to_half(part, half, keep=fp32_modules, trained=full)
         # Frozen half-precision weights and trained fp32 ones meet in one layer: autocast brings them together.
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
