@@ -42,6 +42,7 @@ from preheat.core import (
     Trials,
 )
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.probe import fastest_half_dtype
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.recipe import Bound
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim.optimizer import ParamsT
+
+    from preheat.core.plan import Plan
 
 __all__ = [
     "MixedPrecision",
@@ -250,6 +253,7 @@ class MixedPrecision(Searchable):
             {"mode": "fp16"},
             {"mode": "fp16_master"},
             {"mode": "fp32"},
+            {"mode": "auto"},
         )
     )
     supports_encoder_decoder: ClassVar[bool] = True
@@ -258,10 +262,10 @@ class MixedPrecision(Searchable):
         {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE, Tag.LOSS_SCALING, Tag.ELEMENTWISE_UPDATE, Tag.TF32_PRODUCTS}
     )
 
-    mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
-    """fp32: full precision; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic
-    rounding; bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16,
-    small updates lost."""
+    mode: Literal["auto", "fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
+    """auto: bf16 where the device has fast bf16 matmuls, fp16 on older GPUs, fp32 on older CPUs; fp32: full precision;
+    bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding; bf16_master,
+    fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16, small updates lost."""
     frozen: Literal["fp32", "half", "auto"] = "auto"
     """Modes bf16 and fp16, on a frozen base: the precision of its weights. half: the precision of the matmuls, which
     saves half of their memory, every cast, and half of the residual stream; auto: half on a GPU, as other trainers
@@ -276,6 +280,19 @@ class MixedPrecision(Searchable):
     tf32: bool = False
     """On a GPU, compute the remaining fp32 matmuls (all in mode fp32, those of keep_fp32 and of an fp32 head) in TF32,
     which rounds their factors to 10 bits of mantissa. NVIDIA GPUs from Ampere on."""
+
+    def on(self, device: Device) -> MixedPrecision:
+        """Returns the settings with `auto` resolved: by the device alone, so that a resumed run has the same."""
+        if self.mode != "auto":
+            return self
+        if device.kind == "cpu":
+            import torch
+
+            return replace(self, mode="bf16" if fastest_half_dtype() == torch.bfloat16 else "fp32")
+        return replace(self, mode="fp16" if (device.capability or _AMPERE) < _AMPERE else "bf16")
+
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:
+        return self.on(context.device)
 
     def claimed(self) -> frozenset[Slot]:
         # The autocast modes work with every optimizer; half-precision weights need one that keeps small updates.
@@ -304,9 +321,12 @@ class MixedPrecision(Searchable):
 
     def read_on(self, device: Device) -> Technique:
         # A run that was trained with TF32 may be read on a device without it.
-        return self if has_tf32(device) else replace(self, tf32=False)
+        resolved = self.on(device)
+        return resolved if has_tf32(device) else replace(resolved, tf32=False)
 
     def check(self, context: Context) -> list[str]:
+        if self.mode == "auto":
+            return self.on(context.device).check(context)
         problems = []
         for pattern in self._patterns:
             try:
@@ -345,6 +365,8 @@ class MixedPrecision(Searchable):
     def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
+        if self.mode == "auto":
+            return self.on(build.device).apply(build, part)
         total = sum(p.numel() for p in part.parameters())
         if self.tf32 and build.torch_device.type == "cuda":  # fake tensors compute nothing
             allow_tf32(build)
