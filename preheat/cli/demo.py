@@ -47,18 +47,11 @@ def demo(
     check_folder(folder, resume=False)
     screen = build_console(quiet=json)
     screen.print("planning a step of the demo …", style="dim")
-    # Before the user's settings, which win.
-    slow = _is_slow_in_bf16()
-    settings = ["techniques.mixed_precision.mode=fp32"] if slow else []
-    if slow:
-        screen.print(
-            "this CPU is slow in bf16: the demo computes in fp32 (techniques.mixed_precision.mode=fp32)", style="dim"
-        )
-    settings += set or []
+    settings = list(set or [])
     rates, plan = _plan_demo(recipes.load("demo", settings, warn=False), quiet=json)
     # The user's own end of the run wins; a run without it takes about a minute.
     chooses = not any(item.startswith("stop.") for item in set or [])
-    seconds = _SLOW if slow else _FAST
+    seconds = _SLOW if _is_slow_in_bf16() else _FAST
     if chooses:
         # If other processes use the cores, a step takes longer than on an idle machine.
         seconds_per_step = (plan.now or plan).seconds_per_step

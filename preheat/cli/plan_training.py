@@ -332,7 +332,7 @@ def plan_as_written(
     """
     from preheat.core import Tag
     from preheat.planning.explain import build_figures, explain
-    from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.plan import find_settled, plan, resolve_auto
     from preheat.planning.search.max_context import find_longest_as_stated
     from preheat.planning.search.result import SearchResult
 
@@ -347,18 +347,11 @@ def plan_as_written(
     def build_page() -> PlanFigures:
         return build_figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
-    # Settings that were `auto` in the recipe, with the values that the dry run chose.
-    settled = {
-        f"{name}.{key}": value
-        for name, t in recipe.techniques.items()
-        for key, value in vars(t).items()
-        if key != "on_gpu" and value != getattr(as_written.techniques[name], key)
-    }
     return replace(
         explain(result, devices=devices, price=price),
         chosen=prediction.chosen,
         longest_context=find_longest_as_stated(request) if extended else None,
-        settled=settled,
+        settled=find_settled(as_written, recipe),
     ), build_page
 
 

@@ -185,6 +185,13 @@ class Optimizer:
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
     max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; larger gradients are scaled down. 0: no clipping."""
+    groups: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Other settings for some weights: a kind (embeddings, head, norms, biases) or a regular expression for names of
+    parameters -> lr_scale, a factor on `lr`, and weight_decay. {embeddings: {lr_scale: 0.1, weight_decay: 0}};
+    {lora_B: {lr_scale: 16}} is LoRA+ (Hayou et al. 2024, arXiv:2402.12354)."""
+    layer_decay: Annotated[float, Bound(0, 1, open_low=True)] = 1.0
+    """Factor on `lr` from each layer to the one below it, and from the first to the embeddings (Clark et al. 2020,
+    ELECTRA, arXiv:2003.10555: 0.8 to 0.9 for fine-tuning); 1: one rate for all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,9 @@ class Tag(StrEnum):
 
     # Which weights are trained.
     FROZEN_BASE = "frozen-base"
+    """The model's own weights are frozen under an adapter, and may have another precision than the trained ones."""
+    FROZEN_WEIGHTS = "frozen-weights"
+    """Some weights of the model are frozen, and have the precision of the trained ones."""
     QUANTIZED_BASE = "quantized-base"
     MODIFIED_BASE = "modified-base"
     """The frozen weights are not those of the base model (PiSSA keeps the residual of its adapter)."""

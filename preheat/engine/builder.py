@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from preheat.core import (
     sizes_of,
 )
 from preheat.engine.moe_aux_loss import add_balance_loss, wrap_metrics
+from preheat.engine.optimizer_groups import resolve_weight_settings
 from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from preheat.core.json_types import JsonObject
+    from preheat.ops.optim.param_groups import WeightSettings
 
 __all__ = [
     "to_single_device",
@@ -195,7 +197,10 @@ def build(
     # CHECKPOINT before COMPILE: the compiler must see the recomputed regions.
     # COMPILE before SHARD: each compiled layer is then one unit of FSDP, whose hooks stay outside of the graph.
     # SHARD last on meta: only then is it known which part of each parameter a rank allocates.
-    _apply(techniques, model_build, Stage.STRUCTURE, Stage.SHARD)
+    _apply(techniques, model_build, Stage.STRUCTURE, Stage.KERNEL)
+    # While the model is complete: a pattern that matches nothing may still match in another stage of a pipeline.
+    weight_settings = resolve_weight_settings(model_build)
+    _apply(techniques, model_build, Stage.PIPELINE_SPLIT, Stage.SHARD)
     # After SHARD: the rules for new rows name the parameters as they will be filled.
     if recipe.model.add_tokens:
         _add_rows(model_build, len(recipe.model.add_tokens), vocabulary or context.model.vocabulary)
@@ -206,7 +211,7 @@ def build(
         _apply(techniques, model_build, Stage.MATERIALIZE, Stage.OPTIMIZER)
         if not model_build.parameters():
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
-        model_build.optimizer = _build_optimizer(model_build)
+        model_build.optimizer = _build_optimizer(model_build, weight_settings)
     # LOADER last: how batches are read depends on the finished build, and allocates nothing on the device.
     _apply(techniques, model_build, Stage.LOADER, Stage.LOADER)
     # After all techniques: the load of experts is added to the metrics of whichever objective was installed.
@@ -410,8 +415,8 @@ def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
     frozen = [name for name, weight in ends.items() if not weight.requires_grad]
     if frozen:
         raise RecipeError(
-            f"model.add_tokens: the {frozen[0]} is frozen under an adapter, so the new tokens would not be trained; "
-            "train all weights, or use a template whose tokens the model has"
+            f"model.add_tokens: the {frozen[0]} is frozen, so the new tokens would not be trained; train all weights, "
+            "or use a template whose tokens the model has"
         )
     if model_build.weights.folder is None:
         return  # a new model: these rows are initialized like all others
@@ -450,11 +455,11 @@ def find_peak_learning_rate(model_build: Build) -> float:
     return size_dial.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 
 
-def _build_optimizer(model_build: Build) -> Any:
+def _build_optimizer(model_build: Build, weight_settings: Mapping[str, WeightSettings]) -> Any:
     from preheat.ops.optim.optimizers import group_by_decay
 
     settings = model_build.recipe.optimizer
-    groups = group_by_decay(model_build.parameters(), settings.weight_decay)
+    groups = group_by_decay(model_build.parameters(), settings.weight_decay, weight_settings)
     make = model_build.slot(Slot.OPTIMIZER)
     # Wrappers get the function, not its result: zero1 must create the inner optimizer over shards of the parameters.
     for around in model_build.hooks.around_optimizer:

@@ -202,7 +202,7 @@ def unflatten_result(vector: Tensor, like: Mapping[str, Tensor]) -> tuple[Tensor
 
 def _set_rate(build: Build, lr: float) -> None:
     for group in build.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 # --- the default of each slot -------------------------------------------------------------------------------------

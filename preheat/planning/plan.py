@@ -24,7 +24,7 @@ from preheat.planning.speed.step_time import estimate_step_seconds, find_limitin
 from preheat.planning.speed.time_by_kind import split_step
 from preheat.recipe import Recipe
 
-__all__ = ["describe", "plan", "resolve_auto", "count_steps"]
+__all__ = ["count_steps", "describe", "find_settled", "plan", "resolve_auto"]
 
 GIB = 2**30
 
@@ -105,6 +105,23 @@ def resolve_auto(request: Request) -> Request:
 
             request = _add_technique(request, name, technique.resolve_auto(context, plan_with))
     return request
+
+
+def find_settled(as_written: Recipe, resolved: Recipe) -> dict[str, object]:
+    """Returns {technique.setting: value} of the settings that `resolve_auto` chose.
+
+    Example:
+        >>> from preheat.recipe import parse
+        >>> of = "model: {size: 1M}\nstop: {max_steps: 1}\ntechniques: {mixed_precision: {mode: %s}}"
+        >>> find_settled(parse(of % "auto"), parse(of % "fp32"))
+        {'mixed_precision.mode': 'fp32'}
+    """
+    return {
+        f"{name}.{key}": value
+        for name, t in resolved.techniques.items()
+        for key, value in vars(t).items()
+        if key != "on_gpu" and value != getattr(as_written.techniques[name], key)
+    }
 
 
 def _add_technique(request: Request, name: str, technique: Technique) -> Request:

@@ -6,11 +6,12 @@ Each check yields (key, text) pairs: the dotted key, and a message with the prob
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from preheat.core import Recipe
-from preheat.core.schema import Data, Model, Sample
+from preheat.core.schema import Data, Model, Optimizer, Sample
 from preheat.errors import RecipeError, suggest_nearest
 from preheat.recipe.unused_keys import find_contradictory_keys
 from preheat.sanitize import has_secret, quote_value
@@ -50,6 +51,7 @@ def find_problems(recipe: Recipe) -> list[tuple[str, str]]:
         *_check_tokens(recipe.model),
         *_check_data(recipe.data),
         *_check_length(recipe),
+        *_check_groups(recipe.optimizer),
         *((f"sample.{key}", text) for key, text in sample_problems(recipe.sample)),
         *find_contradictory_keys(recipe),
         *_secrets(recipe),
@@ -128,6 +130,20 @@ def _check_sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
     elif scores > _MOST_SCORES:
         text = f"attention among sequences of {batch.seq_len:,} tokens has {scores:.1e} scores a layer"
         yield "batch.seq_len", f"{text}, more than can be counted; lower it"
+
+
+def _check_groups(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+    """Checks the settings of groups of weights; which weights they match is known with the model."""
+    for pattern, settings in optimizer.groups.items():
+        if not settings:
+            yield "optimizer.groups", f"{quote_value(pattern)} has no settings; give lr_scale or weight_decay"
+        for name, value in settings.items():
+            if name not in ("lr_scale", "weight_decay"):
+                text = suggest_nearest(name, ["lr_scale", "weight_decay"])
+                yield "optimizer.groups", f"{quote_value(pattern)} has the unknown setting {quote_value(name)}; {text}"
+            elif not 0 <= value < math.inf or (name == "lr_scale" and value == 0):
+                fix = "; to leave these weights as they are, use techniques.freeze" if value == 0 else ""
+                yield "optimizer.groups", f"{quote_value(pattern)}: {name} {value:g} must be above 0{fix}"
 
 
 def _check_tokens(model: Model) -> Iterator[tuple[str, str]]:

@@ -262,7 +262,7 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             f"techniques.mixed_precision.{key}",
-            _read_key("mixed_precision", lambda t: t.mode.startswith("fp16")),
+            _read_key("mixed_precision", lambda t: t.mode.startswith("fp16") or t.mode == "auto"),
             "only the fp16 modes scale the loss; leave it out",
         )
         for key in ("loss_scale", "growth_interval")

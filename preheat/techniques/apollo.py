@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Tag, Technique, Trials
+from preheat.errors import RecipeError
 from preheat.recipe import Bound, Fraction, Positive
 
 if TYPE_CHECKING:
@@ -90,5 +91,7 @@ class Apollo(Technique):
         others = {id(weight) for weight in end_weights(part)}
         # AdamW updates all others: embedding, head, norms and biases.
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
+        if not count:
+            raise RecipeError("techniques.apollo: no matrix is trained but embeddings and head; leave it out")
         rows = f"{self.rank:g} of the rows" if self.rank else "one row"
         return Change(f"{count} matrices by APOLLO with moments of {rows}, the rest by AdamW", count)

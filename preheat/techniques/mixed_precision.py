@@ -42,6 +42,7 @@ from preheat.core import (
     Trials,
 )
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.probe import fastest_half_dtype
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.recipe import Bound
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim.optimizer import ParamsT
+
+    from preheat.core.plan import Plan
 
 __all__ = [
     "MixedPrecision",
@@ -73,11 +76,14 @@ def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool
     return torch.autocast(device, dtype=dtype or torch.bfloat16, cache_enabled=cached)
 
 
-def cast_to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
-    """Casts fp32 parameters to `dtype`, in place: the frozen ones if there are any, otherwise all. Buffers stay.
+def cast_to_half(
+    model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = (), trained: bool | None = None
+) -> int:
+    """Casts fp32 parameters to `dtype`, in place. Buffers stay.
 
     Args:
         keep: modules whose parameters are not cast.
+        trained: cast the trained parameters too; None: if none is frozen.
 
     Returns:
         The number of cast elements.
@@ -92,7 +98,8 @@ def cast_to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Modu
     excluded = {id(p) for module in keep for p in module.parameters()}
     # Under an adapter only the frozen base is cast: trained weights in bf16 would lose small updates.
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in excluded]
+    candidates = model.parameters() if trained or not frozen else frozen
+    chosen = [p for p in candidates if p.dtype == torch.float32 and id(p) not in excluded]
     for p in chosen:
         # `.data` keeps the Parameter object, so that tied modules still share it.
         p.data = p.data.to(dtype)
@@ -246,6 +253,7 @@ class MixedPrecision(Searchable):
             {"mode": "fp16"},
             {"mode": "fp16_master"},
             {"mode": "fp32"},
+            {"mode": "auto"},
         )
     )
     supports_encoder_decoder: ClassVar[bool] = True
@@ -254,10 +262,10 @@ class MixedPrecision(Searchable):
         {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE, Tag.LOSS_SCALING, Tag.ELEMENTWISE_UPDATE, Tag.TF32_PRODUCTS}
     )
 
-    mode: Literal["fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
-    """fp32: full precision; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic
-    rounding; bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16,
-    small updates lost."""
+    mode: Literal["auto", "fp32", "bf16", "bf16_weights", "bf16_master", "bf16_pure", "fp16", "fp16_master"] = "bf16"
+    """auto: bf16 where the device has fast bf16 matmuls, fp16 on older GPUs, fp32 on older CPUs; fp32: full precision;
+    bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic rounding; bf16_master,
+    fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16, small updates lost."""
     frozen: Literal["fp32", "half", "auto"] = "auto"
     """Modes bf16 and fp16, on a frozen base: the precision of its weights. half: the precision of the matmuls, which
     saves half of their memory, every cast, and half of the residual stream; auto: half on a GPU, as other trainers
@@ -272,6 +280,19 @@ class MixedPrecision(Searchable):
     tf32: bool = False
     """On a GPU, compute the remaining fp32 matmuls (all in mode fp32, those of keep_fp32 and of an fp32 head) in TF32,
     which rounds their factors to 10 bits of mantissa. NVIDIA GPUs from Ampere on."""
+
+    def on(self, device: Device) -> MixedPrecision:
+        """Returns the settings with `auto` resolved: by the device alone, so that a resumed run has the same."""
+        if self.mode != "auto":
+            return self
+        if device.kind == "cpu":
+            import torch
+
+            return replace(self, mode="bf16" if fastest_half_dtype() == torch.bfloat16 else "fp32")
+        return replace(self, mode="fp16" if (device.capability or _AMPERE) < _AMPERE else "bf16")
+
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:
+        return self.on(context.device)
 
     def claimed(self) -> frozenset[Slot]:
         # The autocast modes work with every optimizer; half-precision weights need one that keeps small updates.
@@ -300,9 +321,12 @@ class MixedPrecision(Searchable):
 
     def read_on(self, device: Device) -> Technique:
         # A run that was trained with TF32 may be read on a device without it.
-        return self if has_tf32(device) else replace(self, tf32=False)
+        resolved = self.on(device)
+        return resolved if has_tf32(device) else replace(resolved, tf32=False)
 
     def check(self, context: Context) -> list[str]:
+        if self.mode == "auto":
+            return self.on(context.device).check(context)
         problems = []
         for pattern in self._patterns:
             try:
@@ -341,6 +365,8 @@ class MixedPrecision(Searchable):
     def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
+        if self.mode == "auto":
+            return self.on(build.device).apply(build, part)
         total = sum(p.numel() for p in part.parameters())
         if self.tf32 and build.torch_device.type == "cuda":  # fake tensors compute nothing
             allow_tf32(build)
@@ -353,7 +379,7 @@ class MixedPrecision(Searchable):
                 total,
             )
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
-        full = all(p.requires_grad for p in part.parameters())
+        full = Tag.FROZEN_WEIGHTS in build.tags or all(p.requires_grad for p in part.parameters())
         frozen_half = self.frozen == "half" or (self.frozen == "auto" and build.device.kind == "cuda")
         # True if weights are cast, all or the frozen ones; otherwise autocast casts a copy for each matmul.
         of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
@@ -374,7 +400,7 @@ class MixedPrecision(Searchable):
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
             return Change(f"matmuls in {name} under autocast, weights in fp32{scaled}{suffix}", total)
-        count = cast_to_half(part, half, keep=fp32_modules)
+        count = cast_to_half(part, half, keep=fp32_modules, trained=full)
         # Frozen half-precision weights and trained fp32 ones meet in one layer: autocast brings them together.
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))

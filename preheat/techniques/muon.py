@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
+from preheat.errors import RecipeError
 from preheat.recipe import Bound, Fraction
 
 if TYPE_CHECKING:
@@ -82,5 +83,7 @@ class Muon(Technique):
         others = {id(weight) for weight in end_weights(part)}
         # AdamW updates all others: embedding, head, norms and biases.
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
+        if not count:
+            raise RecipeError("techniques.muon: no matrix is trained but embeddings and head; leave it out")
         full = ", which iterates in fp32 on this CPU" if dtype == torch.float32 else ""
         return Change(f"{count} matrices by Muon{full}, the rest by AdamW", count)

@@ -34,7 +34,7 @@ from preheat.model_folder import count_embedding_rows
 from preheat.models import configs, hf, presets
 from preheat.planning.explain import add_cost
 from preheat.planning.image_counts import add_image_counts
-from preheat.planning.plan import count_steps, plan, resolve_auto
+from preheat.planning.plan import count_steps, find_settled, plan, resolve_auto
 from preheat.planning.plan_request import choose_run_rates, count_rows, data_of, read_bytes_in_use
 from preheat.planning.request import Request
 from preheat.planning.search.result import describe_shortfall, hint_fragmentation
@@ -486,6 +486,8 @@ def _prepare(
     check()
     watch.stage("planning")
     request = resolve_auto(replace(request, rates=rates))
+    if settled := find_settled(recipe, request.recipe):
+        watch.notice("settings that were auto: " + ", ".join(f"{key}: {value}" for key, value in settled.items()))
     # The run stores the recipe as written: a dry run may choose other settings on the machine where it is resumed.
     resolved = request.recipe
     if run is not None and looked is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim.adamw import adamw
 from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard, runs_of, wrap_local_shard
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
-from preheat.ops.optim.param_groups import to_lists
+from preheat.ops.optim.param_groups import WeightSettings, to_lists
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
 if TYPE_CHECKING:
@@ -45,19 +46,38 @@ __all__ = [
 ]
 
 
-def group_by_decay(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
-    """Groups parameters per device mesh: matrices with weight decay, vectors (norms, biases) without."""
+def group_by_decay(
+    named: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    settings: Mapping[str, WeightSettings] = MappingProxyType({}),
+) -> list[ParamGroup]:
+    """Groups parameters per device mesh: matrices with weight decay, vectors (norms, biases) without.
+
+    Args:
+        settings: of parameters that have others, by name.
+
+    Example:
+        >>> own = {"bias": WeightSettings(lr_scale=2.0)}
+        >>> groups = group_by_decay(nn.Linear(2, 2).named_parameters(), 0.1, own)
+        >>> [(len(group["params"]), group["weight_decay"], group.get("lr_scale")) for group in groups]
+        [(1, 0.1, None), (1, 0.0, 2.0)]
+    """
     named = list(named)
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(
-        list
-    )  # torch's fused update takes tensors of one mesh
+    # torch's fused update takes tensors of one mesh.
+    groups: dict[tuple[bool, WeightSettings, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
     for matrix in (True, False):
-        for _, p in named:
+        for name, p in named:
             # Decay pulls weights towards 0; a norm's scale belongs near 1. Stacks of experts (3-D) are matrices too.
             if (p.ndim >= 2) == matrix:
-                groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
+                mesh = p.device_mesh if isinstance(p, DTensor) else None
+                groups[matrix, settings.get(name, WeightSettings()), mesh].append(p)
     return [
-        {"params": params, "weight_decay": weight_decay if matrix else 0.0} for (matrix, _), params in groups.items()
+        {
+            "params": params,
+            "weight_decay": (weight_decay if matrix else 0.0) if own.weight_decay is None else own.weight_decay,
+            **({} if own.lr_scale == 1 else {"lr_scale": own.lr_scale}),
+        }
+        for (matrix, own, _), params in groups.items()
     ]
 
 

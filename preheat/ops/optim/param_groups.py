@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Required, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Required, TypeAlias, TypedDict
 
 from torch import Tensor
 
-__all__ = ["AdamSettings", "ParamGroup", "to_lists"]
+__all__ = ["AdamSettings", "ParamGroup", "WeightSettings", "to_lists"]
 
 ParamGroup: TypeAlias = dict[str, Any]
-"""Parameters (`params`) and the settings that the optimizer uses for them, as in torch's `param_groups`."""
+"""Parameters (`params`) and the settings that the optimizer uses for them, as in torch's `param_groups`.
+
+`lr_scale`, if there, is the factor on the learning rate that a step sets."""
 
 
 class AdamSettings(TypedDict, total=False):
@@ -20,6 +22,18 @@ class AdamSettings(TypedDict, total=False):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+
+class WeightSettings(NamedTuple):
+    """Settings of one weight.
+
+    Attributes:
+        lr_scale: factor on the learning rate.
+        weight_decay: None for the default of its kind.
+    """
+
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
 
 
 def to_lists(params: Iterable[Any]) -> list[Any]:
