@@ -13,7 +13,7 @@ from pathlib import Path
 from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, take
 from preheat.interop.settings import Settings
 
-__all__ = ["DEEPSPEED", "find_file", "keep_masters", "read_deepspeed", "read_device", "read_stage"]
+__all__ = ["DEEPSPEED", "add_masters", "find_file", "keep_masters", "read_deepspeed", "read_device", "read_stage"]
 
 _STAGES = (None, "optimizer", "gradients", "full")
 """What each stage of ZeRO shards, as in `Settings.sharding`: what it adds to the stage before."""
@@ -48,16 +48,21 @@ def read_deepspeed(settings: Settings, entry: Entry) -> Outcome:
 
 
 def keep_masters(settings: Settings, entries: Iterable[Entry]) -> list[str]:
-    """Gives trained weights in half precision their fp32 copies if DeepSpeed trains them; returns what is assumed.
+    """Gives trained weights in half precision their fp32 copies if DeepSpeed trains them; returns what is assumed."""
+    sections = ("deepspeed", "deepspeed_config")
+    on = any(not entry.is_off and set(entry.path) & set(sections) for entry in entries)
+    return ["DeepSpeed keeps fp32 copies of the trained weights"] if on and add_masters(settings) else []
+
+
+def add_masters(settings: Settings) -> bool:
+    """Gives trained weights in half precision fp32 copies, as DeepSpeed does; False if there are none.
 
     Its optimizers have them at every stage, whatever precision the trainer loads weights in.
     """
-    sections = ("deepspeed", "deepspeed_config")
-    on = any(not entry.is_off and set(entry.path) & set(sections) for entry in entries)
-    if not on or not settings.half_weights or settings.adapter is not None or settings.precision == "fp32":
-        return []
+    if not settings.half_weights or settings.adapter is not None or settings.precision == "fp32":
+        return False
     settings.masters = True
-    return ["DeepSpeed keeps fp32 copies of the trained weights"]
+    return True
 
 
 def read_stage(settings: Settings, entry: Entry) -> Outcome:

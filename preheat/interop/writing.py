@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from preheat.core import Slot, Stage, Tag, Technique, registry
 from preheat.core.schema import Data
 from preheat.errors import RecipeError
+from preheat.interop.deepspeed import add_masters
 from preheat.interop.recipe_settings import SOURCE_KEYS, read_recipe, resolve_recipe
 from preheat.interop.settings import Settings, build_values
 from preheat.interop.trainer_defaults import Default
@@ -261,6 +262,8 @@ class Draft:
         Args:
             scope: sections and keys of the recipe that such a file is about; empty: all.
         """
+        if "deepspeed" in self._values and add_masters(self.said) and not self.settings.masters:
+            self.explain(_PRECISION, f"DeepSpeed, by which {self.title} shards, keeps fp32 copies of the weights")
         unused = {name for name, _ in find_unused_keys(self.recipe)}
         left_out = list(self._refused)
         for key, value in compare(self.recipe, build_values(self.said)):
@@ -286,6 +289,9 @@ class Draft:
         steps = re.sub(r"^data\.source\.\d+\.", "data.", key).split(".")
         names = [".".join(steps[:n]) for n in range(len(steps), 0, -1)]
         return next((self._why[name] for name in names if name in self._why), None)
+
+
+_PRECISION = "techniques.mixed_precision.mode"
 
 
 @functools.cache

@@ -108,14 +108,7 @@ def resolve_auto(request: Request) -> Request:
 
 
 def find_settled(as_written: Recipe, resolved: Recipe) -> dict[str, object]:
-    """Returns {technique.setting: value} of the settings that `resolve_auto` chose.
-
-    Example:
-        >>> from preheat.recipe import parse
-        >>> of = "model: {size: 1M}\nstop: {max_steps: 1}\ntechniques: {mixed_precision: {mode: %s}}"
-        >>> find_settled(parse(of % "auto"), parse(of % "fp32"))
-        {'mixed_precision.mode': 'fp32'}
-    """
+    """Returns {technique.setting: value} of the settings that `resolve_auto` chose."""
     return {
         f"{name}.{key}": value
         for name, t in resolved.techniques.items()

@@ -163,7 +163,10 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMe
     Returns:
         The number of buckets.
     """
-    listed, alone = list(layers), set[nn.Parameter]()
+    listed = list(layers)
+    # torch holds each weight that it manages twice: as the optimizer has it, and as the model computes with it. Frozen
+    # weights have no gradients to reduce.
+    alone = {p for p in module.parameters() if not p.requires_grad}
     # Weights are whole on each rank: nothing is gathered, and only the dtype of reductions matters.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in listed:

