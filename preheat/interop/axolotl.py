@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -64,6 +65,25 @@ _LAYOUTS = {
 }
 _PREFERENCES = ("chatml", "llama3", "chat_template", "passthrough", "user_defined", "mistral")
 _ROLES = {"from": "sharegpt", "value": "sharegpt"}
+
+
+_NAMES = frozenset(
+    ("model", "layers", "self_attn", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+    + ("down_proj", "input_layernorm", "post_attention_layernorm", "norm", "weight", "bias", "lm_head", "embed_tokens")
+)
+"""Parts of weights' names that all versions of transformers have in common."""
+
+
+def _read_unfrozen(settings: Settings, entry: Entry) -> Outcome:
+    """Reads the patterns of the weights that are trained; all others are frozen."""
+    patterns = entry.texts()
+    names = {name for pattern in patterns for name in re.findall(r"[a-z_]{2,}", pattern)}
+    # Head and embeddings may be one weight, which only the model tells; rows of a weight are not trained alone.
+    alone = len(names & {"lm_head", "embed_tokens"}) == 1 or any("[:" in pattern for pattern in patterns)
+    if alone or not names <= _NAMES:
+        return Assumed("all weights are trained, which takes more memory")
+    settings.freeze = {"layers": 0, "train": patterns}
+    return Takes(("freeze",))
 
 
 def _read_adapter(settings: Settings, entry: Entry) -> Outcome:
@@ -239,6 +259,8 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
         raise key.error("a base in 4 bits is frozen, and there is no adapter to train; add adapter: qlora")
     if settings.adapter == "lora" and settings.lora_targets is None:
         settings.lora_targets = read_target_modules(list(ADAPTED[DEFAULTS.adapts["lora"]]))
+    if settings.adapter:
+        settings.freeze = {}  # the base is frozen under an adapter
     if settings.preference and settings.packing:
         raise entries["sample_packing"].error("true: axolotl does not pack preferences; set it to false")
     for source in settings.sources:
@@ -627,7 +649,7 @@ AXOLOTL = Format(
         "peft_init_lora_weights": _read_initialization,
         "peft.loftq_config.loftq_bits": ignore("the adapters' first values"),
         "quantize_moe_experts": assume("experts are in half precision, four times the memory of 4 bits"),
-        "unfrozen_parameters": assume("all weights are trained, which takes more memory"),
+        "unfrozen_parameters": _read_unfrozen,
         "full_finetune": ignore("no adapter says so"),
         "qat.weight_dtype": _read_qat,
         "qat.*": ignore("belongs to qat.weight_dtype"),

@@ -236,6 +236,12 @@ def read_validation(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("validation",))
 
 
+def read_lora_plus(settings: Settings, entry: Entry) -> Outcome:
+    """Reads LoRA+'s ratio of learning rates: the matrices B's to A's."""
+    settings.lr_scales["lora_B"] = entry.number()
+    return Takes(("lr_scales",))
+
+
 def read_variant(name: str) -> Handler:
     """Returns a handler that switches a variant of LoRA on."""
 
@@ -288,7 +294,7 @@ COMMON: Mapping[str, Handler] = {
     "save_steps": read_steps("save_steps"),
     "eval_steps": read_steps("eval_steps"),
     "trust_remote_code": read_remote_code,
-    "loraplus_lr_ratio": assume("all adapters are taken to have one learning rate, which costs the same"),
+    "loraplus_lr_ratio": read_lora_plus,
     "tf32": ignore("matmuls are in half precision; of the rest the plan times fp32"),
     # Names, logging, tracking, saving.
     **_names(

@@ -84,8 +84,17 @@ def _read_method(settings: Settings, entry: Entry) -> Outcome:
         raise entry.error("oft: is not read from another trainer's file; write a recipe with techniques.peft_adapter")
     settings.adapter = "lora" if method == "lora" else None
     if method == "freeze":
-        return Assumed("all weights are trained, which takes more memory")
+        settings.freeze.setdefault("layers", 2)
+        return Takes(("freeze",))
     return Takes(("adapter",))
+
+
+def _read_frozen_layers(settings: Settings, entry: Entry) -> Outcome:
+    count = int(entry.number())
+    if count < 0:
+        return Assumed("the last layers are trained, which cost less than the first")
+    settings.freeze["layers"] = count
+    return Takes(("freeze",))
 
 
 def _read_targets(settings: Settings, entry: Entry) -> Outcome:
@@ -212,6 +221,8 @@ def _read_dataset(name: object, info: Mapping[str, object], file: Path, entry: E
 def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     """Applies LLaMA-Factory's own rules between keys."""
     notes = _read_dataset_info(settings, entries)
+    if "finetuning_type" not in entries or entries["finetuning_type"].value != "freeze":
+        settings.freeze = {}
     stage = entries["stage"].text() if "stage" in entries else "sft"
     if settings.adapter == "lora" and settings.lora_targets is None:
         settings.lora_targets = read_target_modules(list(ADAPTED[DEFAULTS.adapts["lora"]]))
@@ -519,8 +530,9 @@ LLAMA_FACTORY = Format(
         "quantization_method": _read_method_of_bits,
         "quantization_type": ignore("fp4 and nf4 cost the same"),
         "double_quantization": switch("double_quantization"),
-        "freeze_trainable_layers": ignore("belongs to finetuning_type: freeze"),
-        "freeze_trainable_modules": ignore("belongs to finetuning_type: freeze"),
+        "freeze_trainable_layers": _read_frozen_layers,
+        "freeze_trainable_modules": assume("whole layers are trained, which takes more memory"),
+        "freeze_extra_modules": assume("these stay frozen"),
         # The batch, the optimizer, the schedule.
         "per_device_train_batch_size": take("micro_batch", Entry.whole),
         "num_train_epochs": read_epochs,

@@ -45,6 +45,8 @@ class Settings:
         regather: with sequence_parallel, inputs of blocks are gathered again in the backward pass.
         stages: of a pipeline, per device; None: the schedule's own.
         padding_free: rows of a micro-batch that is not packed stand one after the other, without padding.
+        freeze: settings of the technique `freeze`; empty: no weights are frozen.
+        lr_scales: pattern of weights' names -> factor on their learning rate.
         pairs: a row of the data is two answers, each a sequence.
     """
 
@@ -123,6 +125,8 @@ class Settings:
     adapter_kernels: bool = False
     label_smoothing: float = 0.0
     neftune: float | None = None
+    freeze: JsonObject = field(default_factory=dict)
+    lr_scales: dict[str, float] = field(default_factory=dict)
     preference: dict[str, object] = field(default_factory=dict)
     qat: bool = False
     apollo: bool = False
@@ -248,6 +252,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "adapter_kernels": ("techniques.fused_operators.adapters",),
     "label_smoothing": ("techniques.regularized_loss",),
     "neftune": ("techniques.neftune",),
+    "freeze": ("techniques.freeze",),
+    "lr_scales": ("optimizer.groups",),
     "preference": ("techniques.preference",),
     "qat": ("techniques.quantization_aware",),
     "shifted_groups": ("techniques.shifted_groups",),
@@ -301,6 +307,11 @@ def build_values(settings: Settings) -> JsonObject:
             "betas": list(settings.betas),
             "eps": settings.eps,
             "weight_decay": settings.weight_decay,
+            **(
+                {"groups": {name: {"lr_scale": n} for name, n in settings.lr_scales.items()}}
+                if settings.lr_scales
+                else {}
+            ),
             "max_grad_norm": settings.max_grad_norm,
         },
         "schedule": _build_schedule(settings),
@@ -413,6 +424,8 @@ def _build_techniques(settings: Settings) -> JsonObject:
         techniques["preference"] = settings.preference
     if settings.neftune:
         techniques["neftune"] = {"alpha": settings.neftune}
+    if settings.freeze:
+        techniques["freeze"] = settings.freeze
     if settings.gelu:
         techniques["feed_forward"] = {"activation": "gelu"}
     if settings.fp8:
