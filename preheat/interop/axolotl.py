@@ -67,10 +67,10 @@ _PREFERENCES = ("chatml", "llama3", "chat_template", "passthrough", "user_define
 _ROLES = {"from": "sharegpt", "value": "sharegpt"}
 
 
-_NAMES = frozenset(
-    ("model", "layers", "self_attn", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
-    + ("down_proj", "input_layernorm", "post_attention_layernorm", "norm", "weight", "bias", "lm_head", "embed_tokens")
-)
+_NAMES = {
+    *("model", "layers", "self_attn", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"),
+    *("down_proj", "input_layernorm", "post_attention_layernorm", "norm", "weight", "bias", "lm_head", "embed_tokens"),
+}
 """Parts of weights' names that all versions of transformers have in common."""
 
 
