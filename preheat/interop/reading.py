@@ -36,7 +36,7 @@ from preheat.sanitize import quote_value, shorten
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["ForeignConfig", "Format", "find_format", "read_config"]
+__all__ = ["ForeignConfig", "Format", "find_format", "read_arguments", "read_config"]
 
 _log = logging.getLogger("preheat.interop")  # shown by the command line
 
@@ -205,6 +205,39 @@ def read_config(
     values, lines = _parse(text, where)
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: must be a mapping of keys, got {quote_value(values)}")
+    return read_arguments(
+        values,
+        lines,
+        file,
+        format,
+        where=where,
+        overrides=overrides,
+        devices=devices,
+        deepspeed=deepspeed,
+        accelerate=accelerate,
+        warn=warn,
+    )
+
+
+def read_arguments(
+    values: Mapping[str, Any],
+    lines: Mapping[tuple[str, ...], int],
+    file: Path,
+    format: Format,
+    *,
+    where: str,
+    overrides: Sequence[str] = (),
+    devices: int | None = None,
+    deepspeed: Path | None = None,
+    accelerate: Path | None = None,
+    warn: bool = False,
+) -> ForeignConfig:
+    """Reads the keys of a configuration, of a file or of a trainer in this process; arguments as of `read_config`.
+
+    Args:
+        values: the configuration as plain values.
+        lines: path of a key -> its line.
+    """
     defaults = format.choose_defaults(values)
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
