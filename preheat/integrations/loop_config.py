@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,12 +48,14 @@ class LoopConfig:
         source_config: configuration of the model, which may be on no disk.
         world: number of processes, each with a device.
         extra: memory that the recipe does not have.
+        folder: of the model's configuration while this object lives, if it is in no other.
     """
 
     foreign: ForeignConfig
     source_config: PretrainedConfig
     world: int = 1
     extra: LoopMemory = field(default_factory=LoopMemory)
+    folder: str | None = None
 
 
 def find_core_model(model: nn.Module) -> PreTrainedModel:
@@ -166,21 +171,25 @@ def _read(
     applied: Sequence[str],
 ) -> LoopConfig:
     core = find_core_model(model)
+    config = _copy_config(core)
+    described = _describe_model(model, core)
     overrides = [*applied, "data.source=rows-of-the-loop"]
+    folder = None
     if not core.config.name_or_path or not Path(core.config.name_or_path).is_dir():
-        overrides.append("model.weights=random")  # of the hub, or made in Python: a plan needs none
+        # Of the hub, or made in Python: planning reads a folder, and needs no weights in it.
+        folder = tempfile.mkdtemp(prefix="preheat-")
+        config.save_pretrained(folder)
+        described[_LOADED]["pretrained_model_name_or_path"] = folder
+        overrides.append("model.weights=random")
     foreign = drop_missing_kernels(
         read_arguments(
-            {**values, **_describe_model(model, core)},
-            {},
-            home,
-            FORMATS[name],
-            where=where,
-            devices=world,
-            overrides=overrides,
+            {**values, **described}, {}, home, FORMATS[name], where=where, devices=world, overrides=overrides
         )
     )
-    return LoopConfig(foreign, _copy_config(core), world, _count_extra(foreign.recipe, name, model, core, batch))
+    loop = LoopConfig(foreign, config, world, _count_extra(foreign.recipe, name, model, core, batch), folder)
+    if folder is not None:
+        weakref.finalize(loop, shutil.rmtree, folder, ignore_errors=True)
+    return loop
 
 
 def _count_extra(recipe: Recipe, name: str, model: nn.Module, core: PreTrainedModel, batch: MicroBatch) -> LoopMemory:
@@ -214,7 +223,7 @@ def _describe_model(model: nn.Module, core: PreTrainedModel) -> JsonObject:
     quantized = _is_four_bit(core)
     dtype = str(largest.dtype).removeprefix("torch.")
     loaded: JsonObject = {
-        "pretrained_model_name_or_path": core.config.name_or_path or core.config.model_type,
+        "pretrained_model_name_or_path": core.config.name_or_path,
         # The weights of a 4-bit base are stored as bytes.
         "dtype": dtype if dtype in ("float32", "float16", "bfloat16") else "bfloat16",
         "attn_implementation": core.config._attn_implementation or "sdpa",

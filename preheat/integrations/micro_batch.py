@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +88,13 @@ def _read_lengths(dataset: Any) -> dict[int, int]:
     return {number: _measure_row(dataset[number]) for number in range(0, len(dataset), step)}
 
 
-def _measure_row(row: Mapping[str, Any]) -> int:
-    return _add_lengths({name: len(value) for name, value in row.items() if name.endswith("_ids")})
+def _measure_row(row: object) -> int:
+    """Returns the length of a row: of its tokens, or of what its collator makes tokens of."""
+    if not isinstance(row, Mapping):
+        return len(row) if isinstance(row, Sized) else 0
+    sizes = {name: len(value) for name, value in row.items() if isinstance(value, Sized)}
+    tokens = {name: size for name, size in sizes.items() if name.endswith("_ids")}
+    return _add_lengths(tokens) if tokens else sum(sizes.values())
 
 
 def _add_lengths(sizes: Mapping[str, int]) -> int:

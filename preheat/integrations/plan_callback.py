@@ -218,10 +218,10 @@ class PlanCallback(TrainerCallback):
         try:
             return work()
         except (MemoryError, RuntimeError, PreheatError) as error:
-            # The frames of the failed work hold its tensors, which the dry runs below should not have to spare.
-            traceback.clear_frames(error.__traceback__)
             reason = f"{type(error).__name__}: {error}"
             if is_oom(error):
+                # The frames of the failed work hold its tensors, which the dry runs below should not have to spare.
+                traceback.clear_frames(error.__traceback__)
                 reason = recorder.describe_oom(error, phase)
                 recorder.watch.alarm(reason)
                 error.add_note(f"preheat: {reason}")

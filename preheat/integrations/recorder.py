@@ -79,10 +79,12 @@ class LoopPlan:
     """A planned loop.
 
     Attributes:
+        loop: as it was read.
         request: what was planned.
         imports: on a CPU, bytes of the process that are not of the run.
     """
 
+    loop: LoopConfig
     request: Request
     plan: Plan
     imports: int
@@ -150,7 +152,7 @@ def plan_loop(
     # After planning, which imports modules of its own.
     gc.collect()
     release_small(kind)
-    return LoopPlan(request, plan, max(resident_bytes() - held, 0) if kind == "cpu" else 0)
+    return LoopPlan(loop, request, plan, max(resident_bytes() - held, 0) if kind == "cpu" else 0)
 
 
 def _judge(plan: Plan, request: Request, on_misfit: OnMisfit, watch: Watch) -> None:
@@ -239,9 +241,10 @@ class RunRecorder:
         try:
             recipe, config = request.recipe, request.source_config
             assert config is not None, "the loop has a model"
-            if config.name_or_path:
-                recipe = replace(recipe, model=replace(recipe.model, weights="pretrained"))
-            else:  # a model that was made in Python: its configuration is on no disk yet
+            if self.planned.loop.folder is not None and config.name_or_path:  # of the hub
+                model = replace(recipe.model, path=config.name_or_path, weights="pretrained")
+                recipe = replace(recipe, model=model)
+            elif self.planned.loop.folder is not None:
                 writer.write_folder("model", config.save_pretrained)
                 recipe = replace(recipe, model=replace(recipe.model, path=str(writer.path.absolute() / "model")))
             writer.write_json("data.json", DataRecord(source=str(recipe.data.source), layout="as the loop reads them"))

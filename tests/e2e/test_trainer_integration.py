@@ -16,7 +16,8 @@ import preheat
 from preheat.core.run_records import Failed, MicroBatchSize, OutOfMemory
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.integrations import PlanCallback, accelerate_trainer
-from preheat.integrations.micro_batch import find_largest_micro_batch, split_micro_batch
+from preheat.integrations.loop_memory import count_mask_bytes
+from preheat.integrations.micro_batch import _measure_row, find_largest_micro_batch, split_micro_batch
 from preheat.run.reader import Reader
 from preheat.training.observer import Watch
 
@@ -154,7 +155,7 @@ def test_a_plan_reads_adapters_and_the_longest_rows(tmp_path: Path) -> None:
     assert callback.plan is not None
     assert callback.plan.recipe is not None
     assert callback.plan.recipe["techniques"]["lora"]["rank"] == 4
-    assert callback.plan.recipe["techniques"]["lora"]["target_modules"] == ["q_proj", "v_proj"]
+    assert callback.plan.recipe["techniques"]["lora"]["target_modules"] == ("q_proj", "v_proj")
     longest = max(len(row["input_ids"]) for row in trainer.train_dataset)  # type: ignore[union-attr]
     assert callback.plan.recipe["batch"] == {"size": 16, "seq_len": longest}
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -282,6 +283,43 @@ def test_the_largest_micro_batch_is_found(tmp_path: Path) -> None:
     batch = find_largest_micro_batch(trainer)
     lengths = [len(row["input_ids"]) for row in trainer.train_dataset]  # type: ignore[union-attr]
     assert (batch.rows, batch.length, batch.padded) == (8, max(lengths), True)
+
+
+def test_the_memory_of_padding_masks_is_that_of_the_saved_tensors() -> None:
+    model, rows, length = create_model(), 4, 48
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    padded = torch.ones_like(tokens)
+    padded[1, 40:] = 0
+
+    def count_saved(mask: torch.Tensor) -> int:
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model(input_ids=tokens, attention_mask=mask, use_cache=False)  # alive until the sizes are added
+        return sum(sizes.values()) + 0 * output.logits.shape[0]
+
+    more = count_saved(padded) - count_saved(torch.ones_like(tokens))
+    counted = count_mask_bytes(model, model, rows=rows, length=length, itemsize=4, recomputes=False)
+    assert counted - rows * length**2 == more, "all but the mask as booleans, which no layer saves"
+
+
+@pytest.mark.parametrize(
+    ("row", "length"),
+    [
+        ({"input_ids": [1, 2, 3], "labels": [1]}, 3),
+        ({"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}, 4),
+        ({"text": "words"}, 5),
+        (torch.arange(7), 7),
+    ],
+    ids=["tokens", "pair", "text", "tensor"],
+)
+def test_lengths_of_rows(row: Any, length: int) -> None:
+    assert _measure_row(row) == length
 
 
 def test_a_plain_loop_is_planned_and_measured(tmp_path: Path) -> None:
