@@ -22,11 +22,13 @@ class Applied:
     Attributes:
         settings: what was applied, as `key=value` of a recipe.
         drops_padding_masks: rows that are padded on the right are computed without a mask.
+        narrow_tile: the buffer of TRL's loss is as wide as the vocabulary.
         listeners: called with events, such as that of a smaller micro-batch.
     """
 
     settings: list[str] = field(default_factory=list)
     drops_padding_masks: bool = False
+    narrow_tile: bool = False
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
-from preheat.integrations.loop_memory import LoopMemory, count_mask_bytes, count_tile_bytes
+from preheat.integrations.applied import applied_to
+from preheat.integrations.loop_memory import TILE, LoopMemory, count_mask_bytes, count_tile_bytes
 from preheat.integrations.micro_batch import MicroBatch
 from preheat.interop.formats import FORMATS
 from preheat.interop.reading import ForeignConfig, read_arguments
@@ -196,7 +197,7 @@ def _count_extra(recipe: Recipe, name: str, model: nn.Module, core: PreTrainedMo
     techniques = recipe.techniques
     rows = batch.rows * (2 if "preference" in techniques else 1)
     itemsize = 2 if "mixed_precision" in techniques else 4
-    masks = loss = 0
+    masks = 0
     if batch.padded:
         masks = count_mask_bytes(
             model,
@@ -206,14 +207,12 @@ def _count_extra(recipe: Recipe, name: str, model: nn.Module, core: PreTrainedMo
             itemsize=itemsize,
             recomputes="activation_checkpointing" in techniques,
         )
-    if name in _PLANNED.values():
-        loss = count_tile_bytes(
-            rows * (batch.length - 1),
-            core.get_input_embeddings().weight.shape[0],
-            itemsize=itemsize,
-            cuda=core.device.type == "cuda",
-        )
-    return LoopMemory(masks, loss)
+    if name not in _PLANNED.values():
+        return LoopMemory(masks)
+    vocabulary = core.get_input_embeddings().weight.shape[0]
+    narrow, cuda = applied_to(model).narrow_tile, core.device.type == "cuda"
+    loss = count_tile_bytes(rows * (batch.length - 1), vocabulary, itemsize=itemsize, cuda=cuda, narrow=narrow)
+    return LoopMemory(masks, loss, sparse=not (narrow or cuda) and vocabulary < TILE[1])
 
 
 def _describe_model(model: nn.Module, core: PreTrainedModel) -> JsonObject:

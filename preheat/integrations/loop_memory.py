@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["LoopMemory", "add_loop_memory", "count_mask_bytes", "count_tile_bytes"]
+__all__ = ["TILE", "LoopMemory", "add_loop_memory", "count_mask_bytes", "count_tile_bytes"]
 
-_TILE = (4096, 32768)
+TILE = (4096, 32768)
 """Tokens and vocabulary of a tile of logits of TRL 1.16 (trl/kernels/chunked_logprob.py, trl/trainer/utils.py)."""
+_PAGE = 4096
 _COPIES = 5
 """Copies of a tile in fp32 that its operators make on devices without Triton (chunked_logprob.py, _backward_tile)."""
 
@@ -28,10 +30,12 @@ class LoopMemory:
     Attributes:
         masks: of padding masks, while activations are there.
         loss: while the loss is computed; negative if it takes less than the recipe's.
+        sparse: a buffer of the loss is used in part, and preheat's heap would make all of it resident.
     """
 
     masks: int = 0
     loss: int = 0
+    sparse: bool = False
 
 
 def count_mask_bytes(
@@ -62,19 +66,28 @@ def count_mask_bytes(
     return mask + layers * (mask * itemsize + repeated)
 
 
-def count_tile_bytes(tokens: int, vocabulary: int, *, itemsize: int, cuda: bool) -> int:
+def count_tile_bytes(tokens: int, vocabulary: int, *, itemsize: int, cuda: bool, narrow: bool) -> int:
     """Returns the bytes of TRL's loss beyond those of the technique `chunked_loss`, with which it is planned.
 
-    TRL's buffer has 32,768 columns, also for a smaller vocabulary.
+    TRL's buffer has 32,768 columns, also for a smaller vocabulary: a GPU holds all, a CPU the pages that are used.
+
+    Args:
+        narrow: the buffer is as wide as the vocabulary, by `accelerate_trainer`.
 
     Example:
-        >>> count_tile_bytes(4096, 32768, itemsize=2, cuda=True)
+        >>> count_tile_bytes(4096, 32768, itemsize=2, cuda=True, narrow=False)
         0
     """
-    rows, columns = min(tokens, _TILE[0]), _TILE[1]
+    rows, columns = min(tokens, TILE[0]), TILE[1]
+    used = min(vocabulary, columns) * itemsize
+    width = columns * itemsize
+    if narrow:
+        width = used
+    elif not cuda:
+        width = min(width, math.ceil(used / _PAGE) * _PAGE)
     planned = min(tokens, 4096 if cuda else 512) * vocabulary * itemsize
     copies = 0 if cuda else _COPIES * rows * min(vocabulary, columns) * 4
-    return rows * columns * itemsize + copies - planned
+    return rows * width + copies - planned
 
 
 def add_loop_memory(plan: Plan, extra: LoopMemory) -> Plan:

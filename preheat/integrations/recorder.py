@@ -142,8 +142,10 @@ def plan_loop(
         RecipeError: the loop cannot be planned.
     """
     watch.stage("planning")
-    if kind == "cpu" and (why := install_heap()):
-        watch.notice(f"{why}; torch's own allocator is used, and the run takes more memory than planned, often a third")
+    if kind == "cpu":
+        why = "TRL's buffer of logits is wider than the vocabulary" if loop.extra.sparse else install_heap()
+        if why:
+            watch.notice(f"{why}; torch's own allocator is used, and takes more memory than planned, often a third")
     request, plan = predict_loop(loop, kind, held, gpu)
     watch.planned(plan)
     for key in loop.foreign.reading.not_understood:

@@ -9,6 +9,7 @@ import functools
 import gc
 import logging
 import traceback
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ from preheat.hardware.cpu_allocator import install_heap, release_unused
 from preheat.hardware.oom import is_oom
 from preheat.integrations.applied import applied_to
 from preheat.integrations.loop_config import find_core_model, read_trainer
+from preheat.integrations.loop_memory import TILE
 from preheat.integrations.micro_batch import find_largest_micro_batch, is_preference, split_micro_batch
 from preheat.integrations.recorder import count_tensor_bytes, predict_loop, preserve_generators
 from preheat.models import hf
@@ -70,14 +72,15 @@ class _Left(Exception):
 def accelerate_trainer(trainer: Trainer, allow: Allowed = "exact") -> Acceleration:
     """Applies to a trainer and its model, in place, what makes it faster or smaller and leaves its losses as they are.
 
-    heap (on a CPU): freed memory is reused without holes.
     attention: preheat's kernels on a CPU and in place of eager attention; and batches that are padded on the right
         need no mask, since causal attention never looks there.
     fused_operators: norms and gates that save only their inputs.
-    chunked_loss: head and cross entropy without all logits. TRL's trainers do that themselves.
+    chunked_loss: head and cross entropy without all logits. TRL's trainers do that themselves, in a buffer that is made
+        as narrow as a small vocabulary.
     activation_checkpointing: if the trainer recomputes whole layers, results of matmuls and attention are kept as far
         as a dry run says that they fit; if the run does not fit, layers are recomputed.
     optimizer: the fused form of AdamW.
+    heap (on a CPU): freed memory is reused without holes.
     micro_batch: at an out-of-memory error the step is repeated with micro-batches of half as many rows, and more of
         them. Sums of losses and gradients are the same; dropout draws other masks.
 
@@ -106,12 +109,13 @@ def accelerate_trainer(trainer: Trainer, allow: Allowed = "exact") -> Accelerati
         raise RecipeError("accelerate_trainer: was called for this trainer before; call it once")
     settings = record.settings
     changes: dict[str, Callable[[], str]] = {
-        "heap": lambda: _use_heap(trainer),
         "attention": lambda: _change_attention(trainer, model),
         "fused_operators": lambda: _fuse_operators(trainer, model, allow, settings),
         "chunked_loss": lambda: _chunk_loss(trainer, model, settings),
         "activation_checkpointing": lambda: _change_checkpointing(trainer, model, settings),
         "optimizer": lambda: _change_optimizer(trainer),
+        # After the loss: with a buffer of which a part is used, all of it would become resident.
+        "heap": lambda: _use_heap(trainer, model),
         "micro_batch": lambda: _StepDown(trainer).install(),
     }
     for name, change in changes.items():
@@ -122,9 +126,13 @@ def accelerate_trainer(trainer: Trainer, allow: Allowed = "exact") -> Accelerati
     return Acceleration(applied, left)
 
 
-def _use_heap(trainer: Trainer) -> str:
+def _use_heap(trainer: Trainer, model: PreTrainedModel) -> str:
     if trainer.args.device.type != "cpu":
         raise _Left("is for tensors of a CPU")
+    assert trainer.model is not None
+    narrow = applied_to(trainer.model).narrow_tile
+    if _has_trl_head(trainer) and not narrow and model.get_input_embeddings().weight.shape[0] < TILE[1]:
+        raise _Left("TRL's buffer of logits is wider than the vocabulary, and would be resident as a whole")
     if why := install_heap():
         raise _Left(why)
     return "freed memory is reused without holes"
@@ -221,7 +229,7 @@ def _chunk_loss(trainer: Trainer, model: PreTrainedModel, settings: list[str]) -
 
     _require_whole_weights(trainer)
     if _has_trl_head(trainer):
-        raise _Left("TRL's trainers compute the loss in chunks already")
+        return _narrow_tile(trainer, model)
     if trainer.args.use_liger_kernel:
         raise _Left("Liger's kernel computes it")
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
@@ -242,6 +250,28 @@ def _chunk_loss(trainer: Trainer, model: PreTrainedModel, settings: list[str]) -
     _try_change(trainer, model, lambda: _replace_loss(model, rows))
     settings.append("techniques.chunked_loss={}")
     return f"head and loss {rows} positions at a time, without all logits"
+
+
+def _narrow_tile(trainer: Trainer, model: PreTrainedModel) -> str:
+    """Gives TRL's loss, which is computed in chunks, a buffer no wider than the vocabulary."""
+    vocabulary, name = model.get_input_embeddings().weight.shape[0], "_CHUNKED_LOGPROB_CHUNK_SIZE"
+    if vocabulary >= TILE[1]:
+        raise _Left("TRL's trainers compute the loss in chunks already")
+    bound = vars(model).get("forward")
+    plain: Any = getattr(bound, "__func__", None)
+    if plain is None or name not in plain.__code__.co_names:
+        raise _Left("TRL's trainers compute the loss in chunks already, in this version with another buffer")
+    # The same code with other globals: rebinding the name in TRL would change every model of this process.
+    copy = types.FunctionType(
+        plain.__code__, plain.__globals__ | {name: vocabulary}, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    functools.update_wrapper(copy, plain)
+    copy.__wrapped__ = plain.__wrapped__  # type: ignore[attr-defined]  # the signature that the trainer reads
+    _try_change(trainer, model, lambda: setattr(model, "forward", types.MethodType(copy, model)))
+    assert trainer.model is not None
+    applied_to(trainer.model).narrow_tile = True
+    return f"TRL's chunks, in a buffer of {vocabulary:,} columns instead of {TILE[1]:,}"
 
 
 def _has_trl_head(trainer: Trainer) -> bool:

@@ -267,6 +267,54 @@ def test_a_later_micro_batch_of_a_step_repeats_the_earlier_ones(tmp_path: Path) 
     assert (losses_of(trainer) - plain).abs().max() < 1e-4
 
 
+@pytest.mark.filterwarnings("default")  # TRL's own
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_trainers_of_trl_have_equal_losses(tmp_path: Path, data_folder: Path, task: str) -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = data_folder / "stories260K-hf"
+    texts = [f"Once upon a time there was a cat who had {number} friends. " * (1 + number % 4) for number in range(16)]
+    if task == "sft":
+        kind, config, rows = trl.SFTTrainer, trl.SFTConfig, [{"text": text} for text in texts]
+    else:
+        kind, config = trl.DPOTrainer, trl.DPOConfig
+        rows = [{"prompt": "Tell me. ", "chosen": text, "rejected": text[:30]} for text in texts]
+
+    def create(name: str) -> Trainer:
+        args = config(
+            output_dir=str(tmp_path / name),
+            max_steps=3,
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            max_length=64,
+            bf16=False,
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer: Trainer = kind(
+            AutoModelForCausalLM.from_pretrained(weights),
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(weights),
+        )
+        return trainer
+
+    plain = losses_of(create("plain"))
+    trainer, callback = create("fast"), PlanCallback(on_misfit="refuse", watch=Watch())
+    made = accelerate_trainer(trainer)
+    assert {"attention", "chunked_loss", "activation_checkpointing"} <= made.applied.keys()
+    trainer.add_callback(callback)
+    limit_rows(trainer, 4)  # of DPO two pairs
+    assert (losses_of(trainer) - plain).abs().max() < 1e-4
+    assert callback.plan is not None
+    assert callback.plan.recipe is not None
+    assert ("preference" in callback.plan.recipe["techniques"]) == (task == "dpo")
+
+
 def test_pairs_are_split_as_pairs() -> None:
     inputs = {"input_ids": torch.arange(12).view(6, 2), "ref_chosen_logps": torch.arange(3.0), "n": 7}
     parts = split_micro_batch(inputs, 3, pairs=True)
