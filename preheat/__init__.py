@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from preheat._version import __version__ as __version__
 
-__all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train"]
+__all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train", "watch"]
 
 # For type checkers and editors, which do not follow `__getattr__`.
 if TYPE_CHECKING:
+    from preheat.integrations.plain_loop import watch
     from preheat.planning.plan_request import plan_on_this_machine as plan
     from preheat.recipe import load as load_recipe
     from preheat.techniques.activation_checkpointing import checkpoint_layers
@@ -30,6 +31,7 @@ _HOME = {
     "load_recipe": ("preheat.recipe", "load"),
     "plan": ("preheat.planning.plan_request", "plan_on_this_machine"),
     "train": ("preheat.training.loop", "train"),
+    "watch": ("preheat.integrations.plain_loop", "watch"),
 }
 
 

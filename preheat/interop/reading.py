@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.interop.writing import Write
 
-__all__ = ["ForeignConfig", "ForeignFile", "Format", "find_format", "read_config"]
+__all__ = ["ForeignConfig", "ForeignFile", "Format", "find_format", "read_arguments", "read_config"]
 
 _log = logging.getLogger("preheat.interop")  # shown by the command line
 
@@ -133,7 +133,7 @@ class ForeignFile:
     text: str
     format: Format
     values: Mapping[str, Any]
-    padded: bool
+    padded: bool = True
 
     @property
     def is_script(self) -> bool:
@@ -322,11 +322,50 @@ def read_config(
         for path, value in (changes or {}).items():
             values = replace_value(values, path, value)
         entries = replace(source, values=values).list_entries()
+    read = ForeignFile(file, text, format, values)
+    return _read_entries(entries, read, where, overrides, devices, (deepspeed, accelerate), warn=warn)
+
+
+def read_arguments(
+    values: Mapping[str, Any],
+    lines: Mapping[tuple[str, ...], int],
+    file: Path,
+    format: Format,
+    *,
+    where: str,
+    overrides: Sequence[str] = (),
+    devices: int | None = None,
+    deepspeed: Path | None = None,
+    warn: bool = False,
+) -> ForeignConfig:
+    """Reads the arguments of a trainer in this process; the others are as those of `read_config`.
+
+    Args:
+        values: the configuration as plain values.
+        lines: path of a key -> its line.
+    """
+    entries = list(iterate_entries(values, lines, where))
+    source = ForeignFile(file, "", format, values)
+    return _read_entries(entries, source, where, overrides, devices, (deepspeed, None), warn=warn)
+
+
+def _read_entries(
+    entries: list[Entry],
+    source: ForeignFile,
+    where: str,
+    overrides: Sequence[str],
+    devices: int | None,
+    companions: tuple[Path | None, Path | None],
+    *,
+    warn: bool,
+) -> ForeignConfig:
+    """Reads the keys of a configuration, with the files of DeepSpeed and accelerate beside it."""
+    file, format = source.path, source.format
     defaults = format.choose_defaults(dict.fromkeys(name for entry in entries for name in (entry.path[0], entry.name)))
     stated: dict[str, Any] = {"lora_dropout": format.defaults.adapter_dropout}
     stated |= {key: default.value for key, default in defaults.items()}
     settings = Settings(name=file.stem, home=file.parent, devices=devices, **stated)
-    entries += _read_companions(format, entries, settings.home, deepspeed, accelerate)
+    entries += _read_companions(format, entries, settings.home, *companions)
     by_name = {entry.name: entry for entry in entries}
     outcomes = [(entry, _handle(format, settings, entry, by_name)) for entry in entries]
     assumptions = [*format.finish(settings, by_name), *keep_masters(settings, entries)]
@@ -339,8 +378,8 @@ def read_config(
         settings.quantized = True
         assumptions.append(f"{settings.model} is in 4 bits by its name: its base is planned as NF4")
     built = build_values(settings)
-    sources = _find_blame(outcomes)
-    recipe = recipes.read_values(built, where=where, sources=sources, overrides=overrides, warn=False)
+    blame = _find_blame(outcomes)
+    recipe = recipes.read_values(built, where=where, sources=blame, overrides=overrides, warn=False)
     reads_data = _is_data_here(recipe)
     if not reads_data and (absent := _describe_absent_data(recipe, named=bool(settings.sources))):
         assumptions.append(absent)
@@ -349,8 +388,8 @@ def read_config(
         for key in reading.not_understood:
             _log.warning("%s:%d: %s: not understood; %s", key.file or where, key.line, key.key, key.assumed)
     names_data = bool(settings.sources) or any(item.startswith("data.") for item in overrides)
-    read = ForeignFile(file, text, format, values, padded=not settings.packing)
-    return ForeignConfig(recipe, reading, reads_data, read, names_data)
+    source = replace(source, padded=not settings.packing)
+    return ForeignConfig(recipe, reading, reads_data, source, names_data)
 
 
 _MODEL = ("model.path=", "model.size=", "model.preset=")

@@ -8,9 +8,9 @@ from preheat.interop.keys import Assumed, Entry, Outcome, Takes
 from preheat.interop.settings import Settings
 from preheat.sanitize import shorten
 
-__all__ = ["adapt_to_planner", "last_name", "read_betas", "read_optimizer_class", "split_global_batch"]
+__all__ = ["OPTIMIZERS", "adapt_to_planner", "last_name", "read_betas", "read_optimizer_class", "split_global_batch"]
 
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "Adam": "adamw_torch",
     "AdamW": "adamw_torch",
     "FusedAdam": "adamw_torch",
@@ -35,9 +35,9 @@ def last_name(entry: Entry) -> str:
 def read_optimizer_class(settings: Settings, entry: Entry) -> Outcome:
     """Reads an optimizer from the name of its Python class."""
     name = last_name(entry)
-    if name not in _OPTIMIZERS:
+    if name not in OPTIMIZERS:
         return Assumed("the plan takes AdamW, with two fp32 moments per trained weight")
-    settings.optimizer = _OPTIMIZERS[name]
+    settings.optimizer = OPTIMIZERS[name]
     return Takes(("optimizer",), "planned as AdamW, of the same memory" if name == "Adam" else "")
 
 

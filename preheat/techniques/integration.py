@@ -1,7 +1,8 @@
 """An example training loop that combines gradient accumulation, mixed precision, ZeRO and efficient attention by hand.
 
 This is an example to read and to run, not a technique: recipes combine techniques by naming them. It is the only module
-here that imports its siblings.
+here that imports its siblings. `preheat.integrations.accelerate_trainer` makes a transformers Trainer faster, and
+`preheat.watch` plans and measures a loop of your own.
 """
 
 from __future__ import annotations

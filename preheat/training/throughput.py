@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -18,12 +18,57 @@ from preheat.hardware.rates import note_run
 from preheat.training.session import Session
 
 if TYPE_CHECKING:
-    pass
+    from preheat.core.plan import Plan
+    from preheat.hardware.gpu_memory import MemoryPeak
 
-__all__ = ["ThroughputMeter"]
+__all__ = ["ThroughputMeter", "build_measured", "compute_mfu"]
 
 _MIN_SECONDS = 20.0
 """Minimum training time for a run to correct later predictions: shorter runs mostly measure fluctuations."""
+
+
+def compute_mfu(plan: Plan, speed: float) -> float:
+    """Returns the model FLOP utilization at `speed` tokens/s, relative to the matmul rate of the plan."""
+    # MFU = FLOPs per token * tokens/s / peak FLOP/s; recomputed FLOPs do not count (PaLM, arXiv:2204.02311, appendix
+    # B).
+    return float(plan.model_flops_per_step / plan.tokens_per_step * speed / plan.matrix_rate)
+
+
+def build_measured(
+    plan: Plan,
+    peak: MemoryPeak,
+    speeds: Sequence[float],
+    machine: MachineUse | None,
+    counters: Mapping[str, int] | None = None,
+) -> Measured:
+    """Returns the measured figures to compare with those of a plan.
+
+    Args:
+        speeds: tokens/s of each step; without any, the memory is all that is known.
+        machine: use of the machine meanwhile; None: unknown.
+        counters: of techniques.
+    """
+    memory = peak.figures()
+    figures = Measured(
+        peak_gib=memory["peak_gib"],
+        allocated_gib=memory.get("allocated_gib"),
+        reserved_gib=memory.get("reserved_gib"),
+        context_gib=memory.get("context_gib"),
+        counters=counters or {},
+    )
+    if not speeds:
+        return figures
+    # The median, because single steps wait for checkpoints, data or other processes of the machine.
+    speed = median(speeds[1:] or speeds)  # the first step also warms up
+    low, high = (sorted(speeds)[int(q * (len(speeds) - 1))] for q in (0.1, 0.9))
+    return replace(
+        figures,
+        tokens_per_second=speed,
+        seconds_per_step=plan.tokens_per_step / speed,
+        mfu=compute_mfu(plan, speed),
+        spread=(low, high),
+        machine=MachineLoad.of(machine) if machine else None,
+    )
 
 
 class ThroughputMeter:
@@ -47,10 +92,7 @@ class ThroughputMeter:
 
     def mfu(self, speed: float) -> float:
         """Returns the model FLOP utilization at `speed` tokens/s, relative to the measured matmul rate."""
-        plan = self.session.plan
-        # MFU = FLOPs per token * tokens/s / peak FLOP/s; recomputed FLOPs do not count (PaLM, arXiv:2204.02311,
-        # appendix B).
-        return float(plan.model_flops_per_step / plan.tokens_per_step * speed / plan.matrix_rate)
+        return compute_mfu(self.session.plan, speed)
 
     def measured(self, counters: Mapping[str, int]) -> Measured:
         """Returns the measured figures to compare with the predicted ones.
@@ -58,28 +100,8 @@ class ThroughputMeter:
         Args:
             counters: of techniques.
         """
-        peak = read_memory_peak(self.session.device.kind, self.session.imports).figures()
-        figures = Measured(
-            peak_gib=peak["peak_gib"],
-            allocated_gib=peak.get("allocated_gib"),
-            reserved_gib=peak.get("reserved_gib"),
-            context_gib=peak.get("context_gib"),
-            counters=counters,
-        )
-        if not self.speeds:
-            return figures
-        # The median, because single steps wait for checkpoints, data or other processes of the machine.
-        speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
-        low, high = (sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9))
-        machine = self.machine()
-        return replace(
-            figures,
-            tokens_per_second=speed,
-            seconds_per_step=self.session.plan.tokens_per_step / speed,
-            mfu=self.mfu(speed),
-            spread=(low, high),
-            machine=MachineLoad.of(machine) if machine else None,
-        )
+        peak = read_memory_peak(self.session.device.kind, self.session.imports)
+        return build_measured(self.session.plan, peak, self.speeds, self.machine(), counters)
 
     def store_speed_correction(self) -> None:
         """Stores the ratio of measured to predicted step time, which corrects later plans.

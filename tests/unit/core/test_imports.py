@@ -18,7 +18,7 @@ FILES = sorted(HOUSE.rglob("*.py"))
 LEVELS = [  # each may import what stands below it
     {"__main__"},
     {"cli"},
-    {"web", "studies", "bench", "compress", "report"},
+    {"web", "studies", "bench", "compress", "report", "integrations"},
     {"training"},  # above its equals of DESIGN: a run evaluates and generates as well
     {"inference", "evaluation", "tracking", "interop"},
     {"planning"},
