@@ -11,6 +11,7 @@ from preheat.interop.fsdp import FSDP, read_fsdp, read_fsdp_version
 from preheat.interop.hf_keys import (
     ADAPTED,
     COMMON,
+    NO_PREAMBLE,
     REWARDS,
     SCHEDULE_KWARGS,
     VISION,
@@ -175,7 +176,7 @@ def _read_type(settings: Settings, entry: Entry) -> Outcome:
         source.setdefault("layout", _LAYOUTS[kind])
     else:
         return Assumed("the rows' fields are recognized by their names")
-    return Takes(("sources.layout",))
+    return Takes(("sources.layout",), NO_PREAMBLE if kind == "alpaca" else "")
 
 
 def _read_column(field: str) -> Handler:
@@ -257,6 +258,10 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     if settings.adapter is None and settings.quantized:
         key = entries.get("load_in_4bit") or entries["adapter"]
         raise key.error("a base in 4 bits is frozen, and there is no adapter to train; add adapter: qlora")
+    if any(entry.name == "lora_target_linear" and not entry.is_off and entry.truth() for entry in entries.values()):
+        settings.lora_targets = "all-linear"  # besides those that lora_target_modules names
+    if settings.sources and all(source.get("layout") == "alpaca" for source in settings.sources):
+        settings.template = settings.template or "alpaca"
     if settings.adapter == "lora" and settings.lora_targets is None:
         settings.lora_targets = read_target_modules(list(ADAPTED[DEFAULTS.adapts["lora"]]))
     if settings.adapter:

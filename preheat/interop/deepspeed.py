@@ -1,5 +1,5 @@
 """DeepSpeed's JSON beside a trainer's file: one table of its keys. Read from transformers 5.23 (integrations/deepspeed)
-and DeepSpeed's documentation of its configuration.
+and DeepSpeed 0.19.8 (runtime/config.py, runtime/constants.py, runtime/zero/config.py).
 
 transformers fills in `auto` from the trainer's own arguments, and refuses values that differ from them.
 """
@@ -80,6 +80,14 @@ def read_device(settings: Settings, entry: Entry) -> Outcome:
     name = entry.choice("cpu", "nvme", "none")
     settings.offload = True
     return Takes(("offload",), "to the host" if name == "nvme" else "")
+
+
+def _read_old_offload(settings: Settings, entry: Entry) -> Outcome:
+    if not entry.truth():
+        return NoEffect("switched off")
+    settings.offload = True
+    name = "offload_param" if entry.path[-1].endswith("param") else "offload_optimizer"
+    return Takes(("offload",), f"DeepSpeed calls it {name} today")
 
 
 def _match(name: str, theirs: str, read: Callable[[Entry], object]) -> Handler:
@@ -169,6 +177,12 @@ DEEPSPEED: Mapping[str, Handler] = {
     ),
     # Precision.
     "bf16.enabled": _match_precision("bf16"),
+    "bfloat16.enabled": _match_precision("bf16"),
+    **_names(
+        "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states fp16.fp16_master_weights_and_grads",
+        assume("trained weights and their states are in fp32, which takes more memory"),
+    ),
+    **_names("bf16.check_overflow bf16.immediate_grad_update", ignore("of little weight")),
     "fp16.enabled": _match_precision("fp16"),
     **_names(
         "fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.min_loss_scale "
@@ -185,12 +199,23 @@ DEEPSPEED: Mapping[str, Handler] = {
     **{
         f"{_ZERO}.{part}.{key}": ignore("how states are kept on the host")
         for part in ("offload_optimizer", "offload_param")
-        for key in ("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "pipeline_read")
+        for key in (
+            "pin_memory",
+            "buffer_count",
+            "buffer_size",
+            "fast_init",
+            "max_in_cpu",
+            "pipeline_read",
+            "pipeline_write",
+        )
     },
     f"{_ZERO}.offload_optimizer.ratio": assume("all optimizer states are on the host"),
     f"{_ZERO}.offload_optimizer.nvme_path": ignore("where the disk is"),
     f"{_ZERO}.offload_param.nvme_path": ignore("where the disk is"),
-    f"{_ZERO}.cpu_offload": assume("nothing is offloaded; DeepSpeed calls it offload_optimizer today"),
+    # DeepSpeed replaces these by offload_optimizer and offload_param.
+    f"{_ZERO}.cpu_offload": _read_old_offload,
+    f"{_ZERO}.cpu_offload_param": _read_old_offload,
+    f"{_ZERO}.cpu_offload_use_pin_memory": ignore("how states are kept on the host"),
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": ignore("saving"),
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": ignore("saving"),
     **{
@@ -200,7 +225,8 @@ DEEPSPEED: Mapping[str, Handler] = {
             *("allgather_partitions", "reduce_scatter", "round_robin_gradients", "stage3_prefetch_bucket_size"),
             *("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
             *("stage3_module_granularity_threshold", "ignore_unused_parameters", "load_from_fp32_weights"),
-            "elastic_checkpoint",
+            *("stage3_model_persistence_threshold", "stage3_use_all_reduce_for_fetch_params", "elastic_checkpoint"),
+            *("stage3_allgather_sequential", "use_multi_rank_bucket_allreduce", "pipeline_loading_checkpoint"),
         )
     },
     **{

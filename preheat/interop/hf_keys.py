@@ -14,6 +14,7 @@ __all__ = [
     "ADAPTED",
     "COMMON",
     "LOGGING",
+    "NO_PREAMBLE",
     "REWARDS",
     "SAVING",
     "SCHEDULE_KWARGS",
@@ -38,6 +39,8 @@ REWARDS = "training of or on rewards is not planned; preheat plans supervised tr
 VISION = "images and sound are not read from another trainer's file; write a recipe (model.part: whole) for images"
 ADAPTED = {"q,v": ("q_proj", "v_proj"), "all": ("all-linear",)}
 """Layers with adapters, as `trainer_defaults` spells them -> their names; peft chooses queries and values by itself."""
+NO_PREAMBLE = "without the sentence before each instruction (Below is an instruction ...)"
+"""How preheat's template differs from Alpaca's prompt in other trainers."""
 _LOADING = "loading"
 _DATA_WORK = "preparing the data"
 

@@ -47,6 +47,12 @@ def _read_limit(settings: Settings, entry: Entry) -> Outcome:
 def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     """Applies the rules of run_clm.py and of a script with Trainer."""
     notes = finish_run(settings, entries)
+    calls = {"TrainingArguments", "Trainer"} & {entry.path[0] for entry in entries.values()}
+    if (RUN_CLM & entries.keys() or "dataset_name" in entries) and not calls:
+        if not {"validation_split_percentage", "validation_file"} & entries.keys():
+            settings.validation = 0.05
+            notes.append("run_clm.py holds 5 % of the rows out, unless the data has a split for that")
+        notes.append("run_clm.py joins texts without the tokenizer's end token, which rows have here")
     if RUN_CLM & entries.keys() or "dataset_name" in entries:
         settings.packing = True  # run_clm.py groups texts into blocks
         for source in settings.sources:

@@ -12,7 +12,7 @@ from preheat.errors import RecipeError
 from preheat.interop.fsdp import FSDP, read_fsdp
 from preheat.interop.hf_keys import (
     ADAPTED,
-    COMMON,
+    NO_PREAMBLE,
     REWARDS,
     SCHEDULE_KWARGS,
     VISION,
@@ -42,6 +42,7 @@ from preheat.interop.keys import Assumed, Entry, NoEffect, Outcome, Takes, assum
 from preheat.interop.reading import Format
 from preheat.interop.settings import Settings
 from preheat.interop.trainer_defaults import LLAMA_FACTORY as DEFAULTS
+from preheat.interop.training_arguments import ARGUMENTS
 from preheat.interop.writing import Draft, Written
 from preheat.model_folder import read_object
 from preheat.recipe import Recipe
@@ -50,11 +51,11 @@ from preheat.sanitize import quote_value
 __all__ = ["LLAMA_FACTORY"]
 
 _TEMPLATES = {
-    **dict.fromkeys(("qwen", "qwen3", "qwen3_nothink"), "qwen"),
+    **dict.fromkeys(("chatml", "qwen3", "qwen3_nothink"), "chatml"),  # unlike qwen without a system message
+    "qwen": "qwen",
     **dict.fromkeys(("gemma", "gemma2"), "gemma"),
     **dict.fromkeys(("phi", "phi_small"), "phi3"),
     "alpaca": "alpaca",
-    "chatml": "chatml",
     "llama3": "llama3",
     "mistral": "mistral",
     "phi4": "phi4",
@@ -75,7 +76,7 @@ def _read_stage(settings: Settings, entry: Entry) -> Outcome:
     if stage == "kto":
         settings.preference = settings.preference | {"loss": "apo_zero"}
         return Takes(("preference",), "planned as apo_zero, of KTO's family")
-    return Takes(("sources",))
+    return Takes(("packing",)) if stage == "pt" else NoEffect("supervised training")
 
 
 def _read_method(settings: Settings, entry: Entry) -> Outcome:
@@ -137,7 +138,7 @@ def _read_loss(settings: Settings, entry: Entry) -> Outcome:
 def _read_template(settings: Settings, entry: Entry) -> Outcome:
     if (name := entry.text()) in _TEMPLATES:
         settings.template = _TEMPLATES[name]
-        return Takes(("template",))
+        return Takes(("template",), f"{NO_PREAMBLE}, and with the first token" if name == "alpaca" else "")
     return Assumed("the tokenizer's own template is used")
 
 
@@ -228,6 +229,10 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
         settings.lora_targets = read_target_modules(list(ADAPTED[DEFAULTS.adapts["lora"]]))
     if settings.quantized and settings.adapter is None:
         raise entries["quantization_bit"].error("a base in 4 bits is frozen; write finetuning_type: lora")
+    if settings.adapter and not settings.quantized and settings.precision == "fp32":
+        notes.append(
+            "neither bf16 nor fp16 is on: a frozen base is planned in fp32, which LLaMA-Factory loads in bf16 on a GPU"
+        )
     if "packing" not in entries:
         settings.packing = stage == "pt"
     if stage == "pt":
@@ -453,7 +458,7 @@ LLAMA_FACTORY = Format(
         "quantization_device": "leave it out",
     },
     table={
-        **COMMON,
+        **ARGUMENTS,
         # The model.
         "model_name_or_path": take("model", Entry.text),
         "train_from_scratch": switch("random_weights"),

@@ -530,6 +530,11 @@ def _describe_assumptions(settings: Settings) -> list[str]:
     notes = []
     if settings.offload and (settings.world == 1 or settings.sharding not in ("full", "gradients")):
         notes.append("offloading is planned with sharded weights on several devices only: the device keeps all states")
+    if settings.warmup_steps and not settings.max_steps:
+        notes.append(
+            f"the warmup of {settings.warmup_steps:,} steps is a share of a run whose steps are not known here: "
+            f"planned with {settings.warmup_ratio:g} of the run (--set schedule.warmup_ratio=R)"
+        )
     if settings.packing:
         return notes
     rows = "batches have no padding and rows are not packed" if settings.padding_free else "rows are padded, not packed"

@@ -133,7 +133,7 @@ def resolve_hub_name(name: str) -> tuple[str, str]:
 # Variants of one model, which have its sizes.
 _VARIANT = re.compile(
     r"[-_](instruct|it|chat|base|pt|hf|think|thinking|reasoning|qat|gguf|awq|gptq|mlx|bnb|unsloth|dynamic|unquantized|"
-    r"bf16|fp16|fp8|fp4|nvfp4|mxfp4|q4_0|w4a16|int[48]|[48]bits?)(?![a-z0-9])"
+    r"bf16|fp16|fp8|fp4|nf4|nvfp4|mxfp4|dequantized|q4_0|w4a16|int[48]|[48]bits?)(?![a-z0-9])"
 )
 
 

@@ -33,10 +33,20 @@ def _qwen(kind: str, positions: int, *shape: int, **more: ConfigValue) -> JsonOb
 
 
 def _qwen2(
-    size: str, parameters: int, positions: int, *shape: int, licence: Licence = APACHE, **more: ConfigValue
+    size: str,
+    parameters: int,
+    positions: int,
+    *shape: int,
+    licence: Licence = APACHE,
+    also: tuple[str, ...] = (),
+    **more: ConfigValue,
 ) -> Preset:
+    """Its sizes of 0.5B, 1.5B, 7B and 72B are those of Qwen2 (arXiv:2407.10671)."""
     hub = f"Qwen/Qwen2.5-{size}"
-    return Preset(hub, f"{hub}-Instruct", parameters, "qwen", licence, _qwen("qwen2", positions, *shape, **more))
+    if size in ("0.5B", "1.5B", "7B", "72B"):
+        also += (f"Qwen/Qwen2-{size}", f"Qwen/Qwen2-{size}-Instruct")
+    config = _qwen("qwen2", positions, *shape, **more)
+    return Preset(hub, f"{hub}-Instruct", parameters, "qwen", licence, config, also=also)
 
 
 def _qwen3(
@@ -115,7 +125,7 @@ MODELS = {
     "qwen2.5-3b": _qwen2("3B", 3_085_938_688, 32768, 2048, 11008, 36, 16, 2, licence=_RESEARCH, **TIED),
     "qwen2.5-7b": _qwen2("7B", 7_615_616_512, 131072, 3584, 18944, 28, 28, 4, vocab_size=152064),
     "qwen2.5-14b": _qwen2("14B", 14_770_033_664, 131072, 5120, 13824, 48, 40, 8, **_LARGE),
-    "qwen2.5-32b": _qwen2("32B", 32_763_876_352, 131072, 5120, 27648, 64, 40, 8, **_LARGE),
+    "qwen2.5-32b": _qwen2(*("32B", 32_763_876_352, 131072, 5120, 27648, 64, 40, 8), also=("Qwen/QwQ-32B",), **_LARGE),
     "qwen2.5-72b": _qwen2("72B", 72_706_203_648, 131072, 8192, 29568, 80, 64, 8, licence=_QWEN, **_LARGE),
     "qwen3-0.6b": _qwen3("0.6B", 596_049_920, 1024, 3072, 28, 16, 8, **TIED),
     "qwen3-1.7b": _qwen3("1.7B", 1_720_574_976, 2048, 6144, 28, 16, 8, **TIED),

@@ -1,4 +1,4 @@
-"""Google's Gemma: 2 (arXiv:2408.00118), 3 (arXiv:2503.19786); of those with vision (3, from 4B on) the text part."""
+"""Google's Gemma: 1 (arXiv:2403.08295), 2 (arXiv:2408.00118), 3 (arXiv:2503.19786); of 3 from 4B on the text part."""
 
 from __future__ import annotations
 
@@ -32,6 +32,25 @@ def _gemma(release: str, size: str, parameters: int, *shape: int, **more: Config
     return Preset(hub if release == "2" else f"{hub}-pt", f"{hub}-it", parameters, "gemma", _LICENCE, config)
 
 
+def _gemma1(size: str, parameters: int, *shape: int) -> Preset:
+    config = {
+        "model_type": "gemma",
+        "vocab_size": 256000,
+        **sizes(*shape),
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    hub = f"google/gemma-{size}"
+    return Preset(hub, f"{hub}-it", parameters, "gemma", _LICENCE, config)
+
+
 _GEMMA2: dict[str, ConfigValue] = {
     "vocab_size": 256000,
     "max_position_embeddings": 8192,
@@ -61,6 +80,8 @@ _WIDE2: dict[str, ConfigValue] = {"head_dim": 128, "query_pre_attn_scalar": 144}
 _WIDE3: dict[str, ConfigValue] = {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 MODELS = {
+    "gemma-2b": _gemma1("2b", 2_506_172_416, 2048, 16384, 18, 8, 1),
+    "gemma-7b": _gemma1("7b", 8_537_680_896, 3072, 24576, 28, 16, 16),
     "gemma-2-2b": _gemma("2", "2b", 2_614_341_888, 2304, 9216, 26, 8, 4, **_GEMMA2),
     "gemma-2-9b": _gemma("2", "9b", 9_241_705_984, 3584, 14336, 42, 16, 8, **_GEMMA2),
     "gemma-2-27b": _gemma("2", "27b", 27_227_128_320, 4608, 36864, 46, 32, 16, **_GEMMA2, **_WIDE2),

@@ -1,4 +1,6 @@
-"""Microsoft's Phi: 2, 3 and 3.5 (arXiv:2404.14219), 4 (arXiv:2412.08905), 4-mini (arXiv:2503.01743)."""
+"""Microsoft's Phi: 1.5 (arXiv:2309.05463), 2, 3 and 3.5 (arXiv:2404.14219), 4 (arXiv:2412.08905), 4-mini
+(arXiv:2503.01743).
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,10 @@ _PHI4_MINI: JsonObject = {
     "eos_token_id": 199999,
 }
 
+_PHI15 = _PHI2 | sizes(2048, 8192, 24, 32, 32) | {"partial_rotary_factor": 0.5}
+
 MODELS = {
+    "phi-1.5": Preset("microsoft/phi-1_5", "microsoft/phi-1_5", 1_418_270_720, "none", MIT, _PHI15),
     "phi-2": Preset("microsoft/phi-2", "microsoft/phi-2", 2_779_683_840, "none", MIT, _PHI2),
     "phi-3-mini": _phi3("Phi-3-mini-4k-instruct", 3_821_079_552, "phi3", 3072, 8192, 32, 32, 32, **_SHORT, **_PHI3),
     "phi-3-medium": _phi3(

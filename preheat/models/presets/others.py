@@ -1,7 +1,8 @@
-"""Mistral 7B, Mixtral, GPT-2, Pythia, BLOOM, DeepSeek V2 and V3 (V3 without its multi-token prediction module).
+"""Mistral 7B and Nemo, Mixtral, StableLM alpha, GPT-2, Pythia, BLOOM, DeepSeek V2 and V3 (V3 without its multi-token
+prediction module).
 
 Sources: arXiv:2310.06825, arXiv:2401.04088 (Mixtral), arXiv:2304.01373 (Pythia), arXiv:2211.05100 (BLOOM),
-arXiv:2405.04434 and arXiv:2412.19437 (DeepSeek).
+arXiv:2405.04434 and arXiv:2412.19437 (DeepSeek); litgpt's config.py (StableLM, Mistral v0.2, Pythia 14M and 31M).
 BLOOM and DeepSeek V2 cannot be trained (`NOT_TRAINED` says why): only their weights and KV caches can be planned.
 GPT-2's dropout is left out: its 0.1 is for many epochs over little text, and fused attention has none.
 """
@@ -71,13 +72,19 @@ def _gpt2(name: str, parameters: int, width: int, layers: int, heads: int) -> Pr
     return Preset(hub, hub, parameters, "none", MIT, config)
 
 
-def _pythia(size: str, parameters: int, width: int, layers: int, heads: int, vocabulary: int = 50304) -> Preset:
-    hub = f"EleutherAI/pythia-{size}"
-    config = {
+def _pythia(
+    size: str, parameters: int, width: int, layers: int, heads: int, vocabulary: int = 50304, positions: int = 2048
+) -> Preset:
+    config = _neox(width, layers, heads, vocabulary, positions)
+    return Preset(f"EleutherAI/pythia-{size}", f"EleutherAI/pythia-{size}", parameters, "none", APACHE, config)
+
+
+def _neox(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> JsonObject:
+    return {
         "model_type": "gpt_neox",
         "vocab_size": vocabulary,
         **sizes(width, 4 * width, layers, heads),
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": positions,
         # GPT-NeoX rotates a quarter of each head, and adds attention and feed-forward block in parallel.
         "rotary_pct": 0.25,
         "rotary_emb_base": 10000,
@@ -85,7 +92,6 @@ def _pythia(size: str, parameters: int, width: int, layers: int, heads: int, voc
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return Preset(hub, hub, parameters, "none", APACHE, config)
 
 
 def _bloom(hub: str, parameters: int, width: int, layers: int, heads: int) -> Preset:
@@ -127,15 +133,41 @@ def _experts(count: int, chosen: int, shared: int, width: int, dense: int) -> Js
 _V2: JsonObject = {"vocab_size": 102400, "rope_theta": 10000.0}
 _LITE, _WHOLE, _V3 = _experts(64, 6, 2, 1408, 1), _experts(160, 6, 2, 1536, 1), _experts(256, 8, 1, 2048, 3)
 
+_V02 = _mistral("v0.2", 0, vocab_size=32000, rope_theta=1000000.0, sliding_window=None).config
+_NEMO: JsonObject = {
+    **_V02,
+    "vocab_size": 131072,
+    **sizes(5120, 14336, 40, 32, 8),
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+}
+_CC = Licence("CC BY-SA 4.0")
+
 MODELS = {
     "mistral-7b-v0.1": _mistral("v0.1", 7_241_732_096, vocab_size=32000, rope_theta=10000.0, sliding_window=4096),
+    "mistral-7b-v0.2": Preset(
+        *("mistralai/Mistral-7B-Instruct-v0.2", "mistralai/Mistral-7B-Instruct-v0.2", 7_241_732_096, "mistral"),
+        *(APACHE, _V02),
+    ),
     "mistral-7b-v0.3": _mistral("v0.3", 7_248_023_552, vocab_size=32768, rope_theta=1000000.0, sliding_window=None),
+    "mistral-nemo": Preset(
+        *("mistralai/Mistral-Nemo-Base-2407", "mistralai/Mistral-Nemo-Instruct-2407", 12_247_782_400, OWN, APACHE),
+        _NEMO,
+        unconfirmed=("rope_theta", "sliding_window"),
+    ),
+    "stablelm-base-alpha-3b": Preset(
+        *("stabilityai/stablelm-base-alpha-3b", "stabilityai/stablelm-tuned-alpha-3b", 3_637_321_728, "none"),
+        _CC,
+        _neox(4096, 16, 32, 50688, 4096),
+    ),
     "mixtral-8x7b": _mixtral("8x7B", 46_702_792_704, 12_879_925_248, 0.02, 32768, 4096, 14336, 32, 32, 8),
     "mixtral-8x22b": _mixtral("8x22B", 140_620_634_112, 39_152_031_744, 0.001, 65536, 6144, 16384, 56, 48, 8),
     "gpt2": _gpt2("gpt2", 124_439_808, 768, 12, 12),
     "gpt2-medium": _gpt2("gpt2-medium", 354_823_168, 1024, 24, 16),
     "gpt2-large": _gpt2("gpt2-large", 774_030_080, 1280, 36, 20),
     "gpt2-xl": _gpt2("gpt2-xl", 1_557_611_200, 1600, 48, 25),
+    "pythia-14m": _pythia("14m", 14_067_712, 128, 6, 4, positions=512),
+    "pythia-31m": _pythia("31m", 30_494_720, 256, 6, 8, positions=1024),
     "pythia-70m": _pythia("70m", 70_426_624, 512, 6, 8),
     "pythia-160m": _pythia("160m", 162_322_944, 768, 12, 12),
     "pythia-410m": _pythia("410m", 405_334_016, 1024, 24, 16),

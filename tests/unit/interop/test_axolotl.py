@@ -40,6 +40,12 @@ PAIRS = "base_model: tiny\ndatasets: [{path: pairs.jsonl, type: chatml.intel}]\n
         ("adapter: lora\nlora_r: 4", "techniques.lora.rank", 4),
         ("adapter: lora", "techniques.lora.target_modules", ("q_proj", "v_proj")),
         ("adapter: lora\nlora_target_linear: true", "techniques.lora.target_modules", "all-linear"),
+        (
+            "adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]",
+            "techniques.lora.target_modules",
+            "all-linear",
+        ),
+        ("", "data.template", "alpaca"),  # of the rows' type
         ("adapter: lora\nlora_target_modules: [q_proj]", "techniques.lora.target_modules", ("q_proj",)),
         (
             "adapter: lora\nlora_target_modules: 'model.language_model.layers.[\\d]+.mlp'",

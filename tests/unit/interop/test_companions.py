@@ -35,6 +35,7 @@ def write(folder: Path, name: str, values: object) -> Path:
             "techniques.fsdp.offload",
             True,
         ),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "techniques.fsdp.offload", True),
         ({"scheduler": {"type": "WarmupCosineLR"}}, "schedule.kind", "cosine"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "schedule.warmup_ratio", 0.1),
         ({"optimizer": {"type": "Lion"}}, "techniques.lion.momentum", 0.99),

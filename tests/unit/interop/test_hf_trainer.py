@@ -22,6 +22,9 @@ SMALL = "config_name: tiny\ntrain_file: text.txt\nmax_steps: 50\n"
         ("", "model.weights", "random"),
         ("", "data.packing", "stream"),
         ("", "batch.seq_len", 1024),
+        ("", "data.validation", 0.05),
+        ("validation_split_percentage: 2", "data.validation", 0.02),
+        ("validation_file: held.txt", "data.validation", 0.0),
         ("", "optimizer.lr", 5e-5),
         ("", "techniques.mixed_precision.mode", "bf16_pure"),  # the checkpoint's precision
         ("", "techniques.activation_checkpointing", None),

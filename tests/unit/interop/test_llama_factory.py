@@ -41,6 +41,9 @@ SMALL = "model_name_or_path: tiny\nstage: sft\ndataset: rows\nmax_steps: 50\n"
         ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4", "batch.size", 8),
         ("packing: true", "data.packing", "whole"),
         ("template: llama3", "data.template", "llama3"),
+        ("template: qwen", "data.template", "qwen"),
+        ("template: qwen3_nothink", "data.template", "chatml"),  # no system message of its own
+        ("use_cpu: true\ntorch_compile: true", "techniques.compile.mode", "default"),
         ("mask_history: true", "data.train_on", "last"),
         ("max_samples: 1000", "data.limit", 1000),
         ("val_size: 0.1", "data.validation", 0.1),

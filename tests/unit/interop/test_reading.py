@@ -157,3 +157,11 @@ def test_preheat_adds_what_the_recipe_lacks() -> None:
     assert vars(added["activation_checkpointing"])["on_gpu"] == "auto"
     fused = parse("{model: {size: 15M}, stop: {max_steps: 1}, techniques: {liger: {}}}")
     assert set(add_own_techniques(fused, fused=False).techniques) == {"liger"}
+
+
+def test_steps_of_a_warmup_without_the_steps_of_the_run_are_said_to_be_no_share() -> None:
+    text = SMALL.replace("max_steps: 5", "num_epochs: 1")
+    assert not [a for a in read(text).reading.assumptions if "warmup" in a]
+    notes = [a for a in read(text + "warmup_steps: 20\n").reading.assumptions if "warmup" in a]
+    assert len(notes) == 1
+    assert notes[0].startswith("the warmup of 20 steps")
