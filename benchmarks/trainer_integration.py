@@ -104,7 +104,7 @@ def run_case(kind: str, recomputes: bool, how: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = create_trainer(kind, recomputes, folder, data)
-        made = str(accelerate_trainer(trainer)) if how.startswith("accelerated") else ""
+        changes = str(accelerate_trainer(trainer)) if how.startswith("accelerated") else ""
         callback, clock = PlanCallback(), Clock()
         if how.endswith("planned"):
             trainer.add_callback(callback)
@@ -115,7 +115,7 @@ def run_case(kind: str, recomputes: bool, how: str) -> None:
             "losses": losses,
             "seconds": median(seconds[2:]),
             "peak_mib": (peak_resident_bytes() - clock.before) / 2**20,
-            "made": made,
+            "made": changes,
         }
         if how.endswith("planned"):
             from preheat.run.reader import Reader

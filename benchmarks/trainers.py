@@ -56,7 +56,7 @@ class Trainer:
     whole_root: bool = True
     """FSDP leaves embedding and head to the root module, which stays gathered from a step's first layer to its last."""
     upcasts_rest: bool = False
-    """What of a 4-bit base is not quantized (embedding, norms, head) is cast to fp32, so hidden states are fp32 too."""
+    """The parts of a 4-bit base that are not quantized (embedding, norms, head) are cast to fp32, and so are hidden states."""
     keeps_quantized_inputs: bool = True
     """bitsandbytes before 0.44 keeps the inputs of 4-bit layers."""
     fused_norms: bool = False

@@ -30,7 +30,7 @@ def convert(
         Literal["axolotl", "llamafactory", "trl", "ms-swift", "deepspeed", "accelerate", "megatron"],
         typer.Option(
             "--to",
-            help="The trainer. deepspeed and accelerate write the file that stands beside a trainer's; megatron writes "
+            help="The trainer. deepspeed and accelerate write the file beside a trainer's; megatron writes "
             "a shell script.",
         ),
     ],

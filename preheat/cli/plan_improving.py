@@ -51,10 +51,10 @@ class _Editor:
         keys: Keys = {}
         as_read = self.config.recipe
         if (changed := self.apply(changes, as_read)) != as_read:
-            found = find_changed_keys(self.config.file, as_read, changed)
-            if found is None:
+            changed_keys = find_changed_keys(self.config.file, as_read, changed)
+            if changed_keys is None:
                 return None
-            keys |= found
+            keys |= changed_keys
         if any(change.kind == _PACKED for change in changes):
             keys |= PACKING[self.config.file.format.name]
         return keys
@@ -105,7 +105,7 @@ def find_file_improvements(
         if not quiet:
             print_progress(f"dry run: {done + 1} of at most {total} changes of {config.file.path.name}")
 
-    found = find_improvements(request, planned, changes, editor.build, gains, tell)
+    helpful = find_improvements(request, planned, changes, editor.build, gains, tell)
     if not quiet:
         print_progress()
 
@@ -124,8 +124,8 @@ def find_file_improvements(
         )
 
     return Improvements(
-        singles=tuple(describe([change], after) for change, after in found.singles),
-        together=None if found.plan is None else describe(found.together, found.plan),
+        singles=tuple(describe([change], after) for change, after in helpful.singles),
+        together=None if helpful.plan is None else describe(helpful.together, helpful.plan),
         note=note,
     )
 

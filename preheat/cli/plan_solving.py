@@ -196,17 +196,17 @@ def solve(
             _require_growth(key, plans)
         return judge(planned, (other, planned))
 
-    found = find_largest(attempt, key.first)
-    if found.largest is None:
-        assert found.too_large is not None, "a value was tried"
-        smallest, refused = found.too_large
+    largest = find_largest(attempt, key.first)
+    if largest.largest is None:
+        assert largest.too_large is not None, "a value was tried"
+        smallest, refused = largest.too_large
         raise DoesNotFit(f"--solve: not even {key.name} {_format(key.value(smallest))} fits; it {refused.reason}")
-    multiple, fitting = found.largest
+    multiple, fitting = largest.largest
     assert fitting.result is not None, "a value that fits has a plan"
     solved = fitting.result[0]
     beyond, limit = None, f"larger values than {_format(key.value(multiple))} were not tried"
-    if found.too_large is not None:
-        beyond, limit = found.too_large[0], found.too_large[1].reason
+    if largest.too_large is not None:
+        beyond, limit = largest.too_large[0], largest.too_large[1].reason
     value = key.value(multiple)
     return Solution(
         solved,

@@ -63,12 +63,12 @@ class _Question:
         from preheat.planning.answer_cache import compute_key
 
         # The options of the output change no answer.
-        asked = asdict(replace(self.options, out=None, html=None, write=None, verbose=False, json=False))
+        options = asdict(replace(self.options, out=None, html=None, write=None, verbose=False, json=False))
         hosts = [self.devices, self.per_host]
         return compute_key(
             self.subject.recipe,
             {
-                "plan": asked,
+                "plan": options,
                 "hosts": hosts,
                 "from_user": self.subject.from_user,
                 "absent": self.subject.absent,
@@ -149,8 +149,8 @@ def _check_write(file: Path, options: TrainingPlanOptions, subject: Subject) -> 
     """Raises PreheatError if the improved file cannot be written."""
     from preheat.cli.plan_improving import require_writable
 
-    asked = {"--solve": options.solve, "--aim": options.aim, "--allow": options.allow}
-    for option, value in asked.items():
+    typed = {"--solve": options.solve, "--aim": options.aim, "--allow": options.allow}
+    for option, value in typed.items():
         if value is not None:
             raise RecipeError(f"--write: writes the changes that help the file as it is; leave {option} {value} out")
     require_writable(file, subject.config)

@@ -1,4 +1,4 @@
-"""What preheat changed in models of other trainers, and who wants to know of later changes."""
+"""Changes that preheat made in models of other trainers, and functions to call on later ones."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def count_tensor_bytes(*models: nn.Module) -> int:
 
 @dataclass
 class _Step:
-    """What is known of the present step."""
+    """Figures of the present step."""
 
     begun: float
     positions: int = 0
@@ -234,7 +234,7 @@ class RunRecorder:
 
     @property
     def plan(self) -> Plan:
-        """What the loop is compared with."""
+        """The plan that the loop is compared with."""
         return self.planned.plan
 
     def _write_start(self) -> None:
@@ -374,9 +374,9 @@ class RunRecorder:
         """
         message = shorten(str(error), 400)
         requested = parse_requested_bytes(message)
-        held = read_memory_peak(self._kind, self.planned.imports).total
+        used = read_memory_peak(self._kind, self.planned.imports).total
         # What the run had at its peak was there; beyond it, only what the plan's device has is known.
-        room = min(held + (requested or 0), round(self.plan.available_gib * GIB))
+        room = min(used + (requested or 0), round(self.plan.available_gib * GIB))
         overhead = sum(self.plan.overhead.values())
         self.write_event(
             OutOfMemory(

@@ -50,7 +50,7 @@ _log = logging.getLogger("preheat.run")
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What `accelerate_trainer` did.
+    """Changes that `accelerate_trainer` made, and those that it did not make.
 
     Attributes:
         applied: change -> what it is.
@@ -90,7 +90,7 @@ def accelerate_trainer(trainer: Trainer, allow: Allowed = "exact") -> Accelerati
         allow: exact, or rounding: also what rounds elsewhere in half precision (fused operators under autocast).
 
     Returns:
-        What was applied, and what was not and why.
+        The changes that were applied, and the others with the reason.
 
     Raises:
         RecipeError: `allow` is something else, or the model is not of transformers.

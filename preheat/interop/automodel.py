@@ -388,7 +388,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     if settings.shard_size is not None:
         settings.shard_size = max(settings.shard_size // settings.replicas, 1)
     stated = _first(entries, "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
-    if stated is not None and settings.expert_parallel > 1:  # whether ep_size stands before or after it
+    if stated is not None and settings.expert_parallel > 1:  # ep_size may be before or after it
         _read_reshard(settings, stated)
     if stated is None and settings.sharding == "full" and max(settings.pipeline_parallel, settings.expert_parallel) > 1:
         settings.sharding = "gradients"

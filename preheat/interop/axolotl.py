@@ -408,7 +408,7 @@ def _write_source(draft: Draft, source: Mapping[str, object]) -> tuple[dict[str,
     theirs: dict[str, object] = {"path": source["source"]}
     if is_file(source["source"]) and (suffix := Path(str(source["source"])).suffix.removeprefix(".")):
         theirs["ds_type"] = {"jsonl": "json", "txt": "text"}.get(suffix, suffix)
-    said = {key: source[key] for key in ("source", "layout") if key in source}
+    written = {key: source[key] for key in ("source", "layout") if key in source}
     if draft.settings.preference and layout == "preference":
         theirs["type"] = "chat_template.default"
         draft.note("chat_template.default reads the prompt as a list `messages`, and both answers as one message each")
@@ -424,13 +424,13 @@ def _write_source(draft: Draft, source: Mapping[str, object]) -> tuple[dict[str,
     assert isinstance(columns, Mapping)
     if columns and columns.keys() <= _COLUMNS.keys():
         theirs |= {_COLUMNS[field]: name for field, name in columns.items()}
-        said["columns"] = columns
+        written["columns"] = columns
     if layout == "text" and "text" in source:
-        theirs["field"] = said["text"] = source["text"]
+        theirs["field"] = written["text"] = source["text"]
     for key, name in (("subset", "name"), ("split", "split")):
         if key in source:
-            theirs[name] = said[key] = source[key]
-    return theirs, said
+            theirs[name] = written[key] = source[key]
+    return theirs, written
 
 
 def _write_adapter(draft: Draft) -> None:

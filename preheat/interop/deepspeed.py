@@ -16,7 +16,7 @@ from preheat.interop.settings import Settings
 __all__ = ["DEEPSPEED", "add_masters", "find_file", "keep_masters", "read_deepspeed", "read_device", "read_stage"]
 
 _STAGES = (None, "optimizer", "gradients", "full")
-"""What each stage of ZeRO shards, as in `Settings.sharding`: what it adds to the stage before."""
+"""State that each stage of ZeRO shards beyond the stage before, as in `Settings.sharding`."""
 _AUTO = "auto: as the trainer's own keys say"
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"Adam": "adamw_torch_fused", "AdamW": "adamw_torch_fused", "Lion": "lion", "Muon": "muon"}

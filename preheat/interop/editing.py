@@ -132,5 +132,5 @@ def _change(values: Any, changes: Mapping[Path, object]) -> None:
 
 
 def _find_indent(text: str) -> int:
-    found = re.search(r"\n( +)\"", text)
-    return len(found[1]) if found else 2
+    indented = re.search(r"\n( +)\"", text)
+    return len(indented[1]) if indented else 2

@@ -40,7 +40,7 @@ VISION = "images and sound are not read from another trainer's file; write a rec
 ADAPTED = {"q,v": ("q_proj", "v_proj"), "all": ("all-linear",)}
 """Layers with adapters, as `trainer_defaults` spells them -> their names; peft chooses queries and values by itself."""
 NO_PREAMBLE = "without the sentence before each instruction (Below is an instruction ...)"
-"""How preheat's template differs from Alpaca's prompt in other trainers."""
+"""The difference between preheat's template and Alpaca's prompt in other trainers."""
 _LOADING = "loading"
 _DATA_WORK = "preparing the data"
 

@@ -61,7 +61,7 @@ _LLAMA = {
     "post_attention_norm": False,
     "post_mlp_norm": False,
 }
-"""What Llama's blocks are in the terms of a model_config."""
+"""Llama's blocks in the terms of a model_config."""
 _NOT_LLAMA = {"norm_class_name", "mlp_class_name", "rotary_percentage", "parallel_residual", "bias"}
 """Those of `_LLAMA` that differ in litgpt if the file leaves them out."""
 _ATTENTION = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj"}

@@ -368,16 +368,16 @@ def _write_adapter(draft: Draft) -> None:
 def _write_datasets(draft: Draft, folder: Path) -> None:
     """Writes the names of the datasets, and what they are to `dataset_info.json`."""
     info: dict[str, object] = {}
-    said = []
+    written = []
     for source in draft.settings.sources:
         facts, kept = _write_source(draft, source, folder)
         name = re.sub(r"[^\w-]+", "_", Path(str(source["source"])).stem).strip("_") or "data"
         info[name if name not in info else f"{name}_{len(info)}"] = facts
-        said.append(kept)
+        written.append(kept)
     draft.put("dataset", ",".join(info))
     draft.put("dataset_dir", str(folder))
     draft.beside[_INFO] = json.dumps(info, indent=2, ensure_ascii=False) + "\n"
-    draft.said.sources = said
+    draft.said.sources = written
 
 
 def _write_source(
@@ -387,11 +387,11 @@ def _write_source(
     name, layout = str(source["source"]), str(source.get("layout", "auto"))
     file = name if os.path.isabs(name) else os.path.relpath(name, folder)
     facts: dict[str, object] = {"file_name": file} if is_file(name) else {"hf_hub_url": name}
-    said = {key: source[key] for key in ("source", "layout") if key in source}
+    written = {key: source[key] for key in ("source", "layout") if key in source}
     if layout not in _FACTS or (layout == "preference") != bool(draft.settings.preference):
         known = "preference" if draft.settings.preference else ", ".join(key for key in _FACTS if key != "preference")
         draft.refuse_layout(source, f"LLaMA-Factory needs the rows' format: write one of {known}, which it reads")
-        return facts, said
+        return facts, written
     facts |= json.loads(json.dumps(_FACTS[layout]))
     columns, names = source.get("columns", {}), facts["columns"]
     assert isinstance(columns, Mapping)
@@ -399,13 +399,13 @@ def _write_source(
     fields = {field: _THEIRS.get(field, field) for field in columns}
     if set(fields.values()) <= names.keys():
         names |= {theirs: columns[field] for field, theirs in fields.items()}
-        said |= {"columns": columns} if columns else {}
+        written |= {"columns": columns} if columns else {}
     if layout == "text" and "text" in source:
-        names["prompt"] = said["text"] = source["text"]
+        names["prompt"] = written["text"] = source["text"]
     for ours, theirs in (("subset", "subset"), ("split", "split"), ("limit", "num_samples")):
         if ours in source:
-            facts[theirs] = said[ours] = source[ours]
-    return facts, said
+            facts[theirs] = written[ours] = source[ours]
+    return facts, written
 
 
 def _write_rows(draft: Draft, layouts: set[str]) -> None:

@@ -41,7 +41,7 @@ _DEFAULTS: Mapping[str, Default] = {
         "half_weights": False,
     }.items()
 }
-"""What Megatron-LM does that a script leaves out."""
+"""Megatron-LM's defaults."""
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 """Families whose layers Megatron's arguments describe in full."""
 _MODEL_KEYS = (
@@ -87,13 +87,13 @@ def write_megatron(recipe: Recipe, folder: Path = Path()) -> Written:
 
 
 def render_script(values: Mapping[str, Any], comment: str) -> str:
-    """Returns the script that starts Megatron-LM with these arguments; True stands for an argument without a value."""
+    """Returns the script that starts Megatron-LM with these arguments; True: an argument without a value."""
     lines = []
     values = dict(values)
     processes, hosts = values.pop("nproc-per-node"), values.pop("nnodes")
     for key, value in values.items():
-        words = [] if value is True else value if isinstance(value, list) else [value]
-        lines.append("  " + shlex.join([f"--{key}", *(_show(word) for word in words)]))
+        items = [] if value is True else value if isinstance(value, list) else [value]
+        lines.append("  " + shlex.join([f"--{key}", *(_show(word) for word in items)]))
     start = f"torchrun --nproc-per-node {processes}"
     if hosts > 1:
         start += f' --nnodes {hosts} --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port 29500'

@@ -49,7 +49,7 @@ _DEFAULTS: Mapping[str, Default] = {
         "half_weights": True,
     }.items()
 }
-"""What ms-swift does that a file leaves out, as far as this file leaves it out."""
+"""ms-swift's defaults of the keys that this file may leave out."""
 _LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge"}
 _KINDS = ("orpo", "simpo", "cpo")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -110,14 +110,14 @@ def _write_preference(draft: Draft) -> None:
     keys |= {"gamma": "simpo_gamma"} if loss == "simpo" else {}
     if loss == "simpo":
         draft.put("cpo_alpha", preference.get("nll", 0.0))  # ms-swift's SimPO has a loss on the answers, of weight 1
-    said = {"loss": loss} | ({"nll": preference["nll"]} if loss == "simpo" and "nll" in preference else {})
+    written = {"loss": loss} | ({"nll": preference["nll"]} if loss == "simpo" and "nll" in preference else {})
     for ours, theirs in keys.items():
         if ours in preference:
             draft.put(theirs, preference[ours])
-            said[ours] = preference[ours]
+            written[ours] = preference[ours]
     if loss == "simpo" and "gamma" not in preference:
         draft.put("simpo_gamma", 0.5)
-    draft.said.preference = said
+    draft.said.preference = written
 
 
 def _write_adapter(draft: Draft) -> None:
@@ -148,19 +148,19 @@ def _write_adapter(draft: Draft) -> None:
 
 def _write_data(draft: Draft, command: str) -> None:
     settings, names = draft.settings, []
-    said: list[dict[str, object]] = []
+    written: list[dict[str, object]] = []
     for source in settings.sources:
         layout = str(source.get("layout", "auto"))
         if layout not in _READABLE:
             draft.refuse_layout(source, f"ms-swift reads {', '.join(_READABLE[1:])}")
-        kept: dict[str, object] = {key: source[key] for key in ("source", "layout", "limit") if key in source}
+        source_keys: dict[str, object] = {key: source[key] for key in ("source", "layout", "limit") if key in source}
         name = str(source["source"])
         if not is_file(name) and "subset" in source:
-            name, kept["subset"] = f"{name}:{source['subset']}", source["subset"]
+            name, source_keys["subset"] = f"{name}:{source['subset']}", source["subset"]
         names.append(f"{name}#{source['limit']}" if "limit" in source else name)
-        said.append(kept)
+        written.append(source_keys)
     draft.put("dataset", names)
-    draft.said.sources = said
+    draft.said.sources = written
     _write_columns(draft)
     if settings.streaming:
         draft.say("streaming", "streaming")

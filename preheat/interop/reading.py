@@ -268,7 +268,7 @@ _COMPANIONS = {
 
 
 def _refuse_companion(values: Mapping[str, object], lines: Mapping[tuple[str, ...], int], where: str) -> None:
-    """Raises RecipeError if a file has neither a model nor data, since it stands beside a trainer's file."""
+    """Raises RecipeError if a file has neither a model nor data, since it belongs beside a trainer's file."""
     for key, (owner, option) in _COMPANIONS.items():
         if key in values:
             raise RecipeError(

@@ -51,12 +51,12 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
 
 def _resolve_data(data: Data) -> Data:
     parts = [part for part, _ in data.parts()]
-    found = [_recognize_rows(part) for part in parts]
+    recognized = [_recognize_rows(part) for part in parts]
     if isinstance(data.source, str):
-        data = replace(data, **found[0])
+        data = replace(data, **recognized[0])
     else:
         listed = [dict(item) if isinstance(item, Mapping) else {"source": item} for item in data.source]
-        data = replace(data, source=tuple(item | keys for item, keys in zip(listed, found, strict=True)))
+        data = replace(data, source=tuple(item | keys for item, keys in zip(listed, recognized, strict=True)))
     layouts = {part.layout for part, _ in data.parts()}
     if data.packing == "auto" and "auto" not in layouts:
         data = replace(data, packing="stream" if layouts == {"text"} else "whole")

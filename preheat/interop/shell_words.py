@@ -367,7 +367,7 @@ class _Interpreter:
         return match[1], [[piece for part in parts for piece in self._substitute(part)]]
 
     def _expand(self, token: _Token) -> list[Word]:
-        """Returns the words that a token stands for."""
+        """Returns the words that a token expands to."""
         if token.items is not None:
             return [Word(Computed(_start(token) + "(...)"), token.line)]
         words: list[Word] = []
@@ -384,7 +384,7 @@ class _Interpreter:
         return [*words, _join(current)] if current else words
 
     def _substitute(self, part: _Part, depth: int = 0) -> list[_Piece]:
-        """Returns the pieces that a part of a word stands for."""
+        """Returns the pieces that a part of a word expands to."""
         if not part.expands:
             return [_Piece(part.text, part.line)]
         match = _VARIABLE.fullmatch(part.text)

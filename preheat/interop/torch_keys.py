@@ -63,7 +63,7 @@ def split_global_batch(settings: Settings, entries: Mapping[str, Entry], *keys: 
         keys: those of the batch, the first of which an error names.
 
     Returns:
-        What is planned in place of a global batch that does not divide evenly.
+        Notes on what is planned in place of a global batch that does not divide evenly.
 
     Raises:
         RecipeError: the global batch is smaller than one micro-batch in each data-parallel rank.

@@ -98,7 +98,7 @@ def read_data_files(settings: Settings, entry: Entry) -> Outcome:
     if not files or (source["source"] and not Path(files[0]).exists()):
         return Assumed("the rows of all files of the dataset are read")
     source["source"] = files[0]
-    return Takes(("sources",)) if len(files) == 1 else Assumed(f"{files[0]} stands for all files")
+    return Takes(("sources",)) if len(files) == 1 else Assumed(f"{files[0]} is planned in place of all files")
 
 
 def read_model_name(settings: Settings, entry: Entry) -> Outcome:

@@ -365,7 +365,7 @@ def write_trl(recipe: Recipe, folder: Path = Path()) -> Written:
 
 def _write_data(draft: Draft) -> None:
     """Writes the datasets: TRL recognizes their rows by the names of their columns."""
-    settings, listed, said = draft.settings, [], []
+    settings, listed, written = draft.settings, [], []
     readable = ("preference",) if settings.preference else ("auto", "text", "prompt", "messages", "sharegpt")
     for source in settings.sources:
         name, layout = str(source["source"]), source.get("layout", "auto")
@@ -374,10 +374,10 @@ def _write_data(draft: Draft) -> None:
         if suffix in _SUFFIXES:
             where = {"path": _SUFFIXES[suffix], "data_files": name}
         listed.append(where | {theirs: source[key] for key, theirs in _SOURCE_KEYS.items() if key in source})
-        kept = {key: source[key] for key in ("source", *_SOURCE_KEYS) if key in source}
-        kept |= {key: source[key] for key in ("prompt", "completion") if source.get(key) == key}
+        source_keys = {key: source[key] for key in ("source", *_SOURCE_KEYS) if key in source}
+        source_keys |= {key: source[key] for key in ("prompt", "completion") if source.get(key) == key}
         if layout in readable:
-            kept |= {"layout": layout} if "layout" in source else {}
+            source_keys |= {"layout": layout} if "layout" in source else {}
         else:
             rows = (
                 "chosen and rejected"
@@ -385,15 +385,15 @@ def _write_data(draft: Draft) -> None:
                 else "messages, conversations, prompt and completion, or text"
             )
             draft.refuse_layout(source, f"TRL reads rows with {rows}")
-        said.append(kept)
+        written.append(source_keys)
     draft.put("datasets", listed)
     if not settings.preference:  # one column for all datasets
         text = str(settings.sources[0].get("text", "text"))
         stated = {source.get("layout") for source in settings.sources} == {"text"}
         draft.put("dataset_text_field", text, default=text == "text" and not stated)
-        for source in said:
+        for source in written:
             source |= {"text": text} if text != "text" else {}
-    draft.said.sources = said
+    draft.said.sources = written
     draft.explain("data.columns", "TRL knows columns by their own names: rename them in the data")
     if settings.streaming:
         draft.say("streaming", "streaming")
@@ -428,12 +428,12 @@ def _write_preference(draft: Draft) -> None:
     loss = str(preference["loss"])
     if loss not in losses:
         raise RecipeError(f"techniques.preference.loss: {loss}: `trl dpo` has {', '.join(losses)}; use one of these")
-    said = {"loss": loss} | {key: preference[key] for key in ("beta", "label_smoothing") if key in preference}
+    written = {"loss": loss} | {key: preference[key] for key in ("beta", "label_smoothing") if key in preference}
     draft.put("loss_type", [losses[loss]], default=loss == "dpo")
     draft.put("beta", preference.get("beta", 0.1))  # a key of preferences: the file is then known to be of `trl dpo`
     if "label_smoothing" in preference:
         draft.put("label_smoothing", preference["label_smoothing"])
-    draft.said.preference = said
+    draft.said.preference = written
 
 
 def _write_adapter(draft: Draft) -> None:

@@ -102,7 +102,7 @@ class Written:
 
     @property
     def lost(self) -> tuple[LeftOut, ...]:
-        """What changes the result."""
+        """Keys left out that change the result."""
         return tuple(item for item in self.left_out if not item.same_result)
 
 
@@ -148,7 +148,7 @@ class Draft:
             title: the trainer's name.
             defaults: what the trainer does that the file leaves out.
             adapter_dropout: its default.
-            companion: the file stands beside a trainer's, which has the model and the data.
+            companion: the file goes beside a trainer's, which has the model and the data.
             checkpoint: the trainer takes its model from a checkpoint.
 
         Raises:

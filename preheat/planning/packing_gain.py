@@ -1,4 +1,4 @@
-"""What packing gains over padding: tokens of the data per second, by two dry runs and the lengths of its rows."""
+"""The gain of packing over padding: tokens of the data per second, by two dry runs and the lengths of its rows."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def describe_differences(before: Recipe, after: Recipe) -> list[str]:
         ['techniques.lora={}', 'without techniques.compile']
     """
     gone = {name: t for name, t in before.techniques.items() if name not in after.techniques}
-    kept = replace(after, techniques={**after.techniques, **gone})
-    return [*list_overrides(before, kept), *(f"without techniques.{name}" for name in gone)]
+    without = replace(after, techniques={**after.techniques, **gone})
+    return [*list_overrides(before, without), *(f"without techniques.{name}" for name in gone)]
 
 
 def _list_settings(technique: Technique) -> dict[str, object]:

@@ -14,7 +14,7 @@ __all__ = ["RECOGNIZED", "ForeignOptions"]
 
 @dataclass(frozen=True)
 class ForeignOptions:
-    """How another trainer's file is read.
+    """Options for reading another trainer's file.
 
     Attributes:
         format: name of its format; None: recognized by its keys.

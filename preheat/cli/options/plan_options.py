@@ -46,7 +46,7 @@ class PlanOptions:
 
     @property
     def foreign(self) -> ForeignOptions:
-        """How another trainer's file is read."""
+        """Options for reading another trainer's file."""
         return ForeignOptions(self.from_, self.deepspeed, self.accelerate)
 
     @property

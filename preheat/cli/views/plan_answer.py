@@ -420,21 +420,21 @@ def _list_improvements(plan: Plan) -> list[_Entry]:
     """Returns the changes of another trainer's file that help, the best first, and what they give together."""
     from preheat.cli.plan_improving import describe_keys
 
-    found = plan.improvements
-    assert found is not None, "only plans of another trainer's file have improvements"
+    improvements = plan.improvements
+    assert improvements is not None, "only plans of another trainer's file have improvements"
     label = "faster" if plan.fits_safely else "to fit"
     entries = [
         _Entry(
             "" if n else label, f"{describe_keys(each)}: {_describe_gain(each, plan)}", style="cyan", most=3, order=n
         )
-        for n, each in enumerate(found.singles)
+        for n, each in enumerate(improvements.singles)
     ]
-    if found.together and len(found.together.kinds) > 1:
-        kinds = " + ".join(found.together.kinds)
-        text = f"{kinds}: {_describe_gain(found.together, plan)}; --write FILE writes them"
+    if improvements.together and len(improvements.together.kinds) > 1:
+        kinds = " + ".join(improvements.together.kinds)
+        text = f"{kinds}: {_describe_gain(improvements.together, plan)}; --write FILE writes them"
         entries.append(_Entry("together", text, style="cyan", order=1))
-    if found.note:
-        entries.append(_Entry("note", found.note, style="dim", order=5))
+    if improvements.note:
+        entries.append(_Entry("note", improvements.note, style="dim", order=5))
     return entries
 
 

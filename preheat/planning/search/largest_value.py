@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Attempt(Generic[_Result]):
-    """What became of a value.
+    """The outcome of trying a value.
 
     Attributes:
         result: None: the value is refused.

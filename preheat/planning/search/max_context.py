@@ -58,14 +58,14 @@ def find_longest(
         return judge(result.best.plan, result)
 
     try:
-        found = find_largest(attempt, batch.seq_len, least=batch.seq_len, refine=False)
+        longest = find_largest(attempt, batch.seq_len, least=batch.seq_len, refine=False)
     except Interrupted as signal:
         if best is None or signal.number != SIGINT:  # before the first dry run
             raise
         return replace(best, interrupted=True)
     assert best is not None, "the first length was searched"
-    if found.largest and found.too_large:
-        length, refused = found.too_large
+    if longest.largest and longest.too_large:
+        length, refused = longest.too_large
         best.rejected.append((f"sequences of {length:,} tokens", refused.reason))
     return best
 
@@ -89,12 +89,12 @@ def find_longest_as_stated(request: Request) -> LongestContext:
             return Attempt(None, reason=str(error).splitlines()[0])
         return judge(planned, planned)
 
-    found = find_largest(attempt, recipe.batch.seq_len, least=SHORTEST, refine=False)
-    length, fitting = found.largest or (0, None)
+    longest = find_largest(attempt, recipe.batch.seq_len, least=SHORTEST, refine=False)
+    length, fitting = longest.largest or (0, None)
     peak = fitting.result.peak_gib if fitting and fitting.result else None
-    if found.too_large is None:
+    if longest.too_large is None:
         return LongestContext(length, peak, f"sequences of {2 * length:,} tokens were not tried")
-    beyond, refused = found.too_large
+    beyond, refused = longest.too_large
     return LongestContext(length, peak, f"sequences of {beyond:,} tokens: {refused.reason}")
 
 
