@@ -136,7 +136,8 @@ def start_case(kind: str, recomputes: bool, how: str) -> dict[str, Any]:
 
 
 def write_results(repeats: int) -> None:
-    speeds, plans, changes, worst, farthest = [], [], "", 0.0, 0.0
+    speeds, plans, changes, worst = [], [], "", 0.0
+    farthest = {"heap": 0.0, "torch": 0.0}
     for name, (kind, recomputes) in CASES.items():
         runs: dict[str, list[dict[str, Any]]] = {"plain": [], "accelerated": []}
         for _ in range(repeats):
@@ -156,7 +157,9 @@ def write_results(repeats: int) -> None:
         for how in ("planned", "accelerated planned"):
             run = start_case(kind, recomputes, how)
             off = run["planned_mib"] / run["measured_mib"] - 1
-            farthest = max(farthest, abs(off))
+            # TRL's buffer of logits is wider than this vocabulary: the callback leaves torch's allocator in use.
+            allocator = "torch" if (kind, how) == ("sft", "planned") else "heap"
+            farthest[allocator] = max(farthest[allocator], abs(off))
             shown = name if how == "planned" else f"{name}, accelerated"
             plans.append(f"| {shown} | {run['planned_mib']:.0f} | {run['measured_mib']:.0f} | {off:+.1%} |")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl"))
@@ -165,8 +168,10 @@ def write_results(repeats: int) -> None:
             [
                 "# A Trainer with and without `accelerate_trainer`",
                 "",
-                f"The losses of {STEPS} steps differ by at most {worst:.1e}; the callback's plan of the peak differs "
-                f"by at most {farthest:.0%} from what it measured. Speed and memory:",
+                f"The losses of {STEPS} steps differ by at most {worst:.1e}. The callback's plan of the peak differs by at "
+                f"most {farthest['heap']:.0%} from what it measured, except for a plain SFTTrainer, whose memory is up to "
+                f"{farthest['torch']:.0%} less in the plan: its buffer of logits is wider than this vocabulary of 512, so "
+                "torch's own allocator stays in use, whose holes are not planned.",
                 "",
                 "| trainer | largest difference of a loss | s/step before | s/step after (spread) | times as fast | "
                 "MiB before | MiB after |",
