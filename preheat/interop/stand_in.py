@@ -9,7 +9,7 @@ from preheat.interop.reading import ForeignConfig
 from preheat.models import configs, presets
 from preheat.recipe import Recipe
 
-__all__ = ["drop_missing_kernels", "find_preset"]
+__all__ = ["drop_missing_kernels", "find_preset", "shorten_assumed_length"]
 
 
 def find_preset(name: str) -> str | None:
@@ -32,7 +32,7 @@ def drop_missing_kernels(config: ForeignConfig) -> ForeignConfig:
         return config
     from preheat.models.kernel_swap import KERNEL_FAMILIES  # imports torch
 
-    family = _find_family(recipe)
+    family = _find_in_model(recipe, "model_type")
     if family is None or family in KERNEL_FAMILIES:
         return config
     techniques = {name: t for name, t in recipe.techniques.items() if name != "fused_operators"}
@@ -44,13 +44,29 @@ def drop_missing_kernels(config: ForeignConfig) -> ForeignConfig:
     )
 
 
-def _find_family(recipe: Recipe) -> str | None:
-    """Returns the family of the text part of the recipe's model; None if the model is not known."""
+def shorten_assumed_length(config: ForeignConfig) -> ForeignConfig:
+    """Returns the configuration with sequences of at most the model's positions, if the file states no length."""
+    recipe, reading = config.recipe, config.reading
+    length = recipe.batch.seq_len
+    assumed = any(f"batch.seq_len: {length}" in default.ours for default in reading.defaults)
+    positions = _find_in_model(recipe, "max_position_embeddings") if assumed else None
+    if not isinstance(positions, int) or length <= positions:
+        return config
+    text = f"the model has {positions:,} positions: sequences of that length are planned, not of {length:,} tokens"
+    return replace(
+        config,
+        recipe=replace(recipe, batch=replace(recipe.batch, seq_len=positions)),
+        reading=replace(reading, assumptions=(*reading.assumptions, text)),
+    )
+
+
+def _find_in_model(recipe: Recipe, key: str) -> object:
+    """Returns a value of the configuration of the model's text part; None if the model is not known or lacks it."""
     path = recipe.model.path
     if path is None:
         return None
     try:
-        return str(configs.read(path, recipe.model.trust_remote_code).get_text_config().model_type)
+        return getattr(configs.read(path, recipe.model.trust_remote_code).get_text_config(), key, None)
     except RecipeError:
         preset = find_preset(path)
-        return None if preset is None else str(presets.find(preset).text["model_type"])
+        return None if preset is None else presets.find(preset).text.get(key)

@@ -71,7 +71,7 @@ def read_foreign_config(
     from preheat.errors import RecipeError, suggest_nearest
     from preheat.interop.formats import FORMATS
     from preheat.interop.reading import find_format, read_config
-    from preheat.interop.stand_in import drop_missing_kernels
+    from preheat.interop.stand_in import drop_missing_kernels, shorten_assumed_length
     from preheat.interop.torchtitan_registry import split_name
     from preheat.sanitize import shorten
 
@@ -95,7 +95,7 @@ def read_foreign_config(
         accelerate=foreign.accelerate,
         warn=warn,
     )
-    return drop_missing_kernels(config)
+    return shorten_assumed_length(drop_missing_kernels(config))
 
 
 def _read_script(what: str) -> tuple[str, str] | None:

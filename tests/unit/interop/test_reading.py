@@ -14,7 +14,7 @@ from preheat.interop.keys import iterate_entries
 from preheat.interop.own_techniques import add_own_techniques
 from preheat.interop.reading import find_format, read_config
 from preheat.interop.settings import OURS
-from preheat.interop.stand_in import drop_missing_kernels
+from preheat.interop.stand_in import drop_missing_kernels, shorten_assumed_length
 from preheat.recipe import parse
 from preheat.recipe.yaml_io import compose
 
@@ -148,6 +148,16 @@ def test_kernels_that_preheat_lacks_for_a_family_are_left_out_and_named() -> Non
     )
     known = read(SMALL.replace("tiny", "Qwen/Qwen3-8B") + "liger_rms_norm: true\n")
     assert drop_missing_kernels(known) is known
+
+
+def test_a_length_that_the_file_leaves_out_is_at_most_the_models_positions() -> None:
+    text = "model_name_or_path: EleutherAI/pythia-14m\ndataset_name: me/rows\nuse_peft: false\nmax_steps: 5\n"
+    config = read(text)
+    short = shorten_assumed_length(config)
+    assert (look_up(config, "batch.seq_len"), look_up(short, "batch.seq_len")) == (1024, 512)
+    assert short.reading.assumptions[-1].startswith("the model has 512 positions")
+    stated = read(text + "max_length: 1000\n")
+    assert shorten_assumed_length(stated) is stated  # an error of the file, which says so itself
 
 
 def test_preheat_adds_what_the_recipe_lacks() -> None:
