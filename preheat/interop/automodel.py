@@ -18,7 +18,7 @@ from preheat.interop.hf_keys import (
 from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, take
 from preheat.interop.reading import Format
 from preheat.interop.settings import Settings
-from preheat.interop.torch_keys import last_name, read_betas, read_optimizer_class, split_global_batch
+from preheat.interop.torch_keys import last_name, read_betas, read_optimizer_class, read_warmup, split_global_batch
 from preheat.interop.trainer_defaults import AUTOMODEL as DEFAULTS
 from preheat.sanitize import quote_value
 
@@ -348,14 +348,6 @@ def _read_decay(settings: Settings, entry: Entry) -> Outcome:
     return Assumed("the plan takes a cosine, which costs the same")
 
 
-def _read_warmup(settings: Settings, entry: Entry) -> Outcome:
-    if not entry.number():
-        settings.warmup_ratio = 0.0
-        return Takes(("warmup_ratio",))
-    settings.warmup_steps = entry.whole()
-    return Takes(("warmup_steps",))
-
-
 def _read_masters(settings: Settings, entry: Entry) -> Outcome:
     settings.half_weights = not entry.truth()
     return Takes(("half_weights",))
@@ -658,7 +650,7 @@ AUTOMODEL = Format(
         },
         "clip_grad_norm.max_norm": take("max_grad_norm", Entry.number),
         "lr_scheduler.lr_decay_style": _read_decay,
-        "lr_scheduler.lr_warmup_steps": _read_warmup,
+        "lr_scheduler.lr_warmup_steps": read_warmup,
         "lr_scheduler.min_lr": take("min_lr", Entry.number),
         "lr_scheduler.lr_decay_steps": assume("the rate falls to the end of the run, which costs the same"),
         "lr_scheduler.*": assume("the rate rises from 0, and the weight decay is constant; it costs the same"),

@@ -9,7 +9,7 @@ from preheat.interop.hf_keys import LOGGING, SAVING, read_epochs
 from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, refuse, take
 from preheat.interop.reading import Format
 from preheat.interop.settings import Settings
-from preheat.interop.torch_keys import last_name, read_betas, read_optimizer_class, split_global_batch
+from preheat.interop.torch_keys import last_name, read_betas, read_optimizer_class, read_warmup, split_global_batch
 from preheat.interop.trainer_defaults import LITGPT as DEFAULTS
 from preheat.interop.trainer_defaults import LITGPT_PRETRAIN as PRETRAIN_DEFAULTS
 
@@ -189,14 +189,6 @@ def _read_style(settings: Settings, entry: Entry) -> Outcome:
     return Assumed("the tokenizer's own template is used")
 
 
-def _read_warmup(settings: Settings, entry: Entry) -> Outcome:
-    if not entry.number():
-        settings.warmup_ratio = 0.0
-        return Takes(("warmup_ratio",))
-    settings.warmup_steps = entry.whole()
-    return Takes(("warmup_steps",))
-
-
 def _read_tokens(settings: Settings, entry: Entry) -> Outcome:
     entry.whole()
     return Takes(("max_steps",), "its tokens in steps")
@@ -337,7 +329,7 @@ _TABLE: Mapping[str, Handler] = {
     "train.max_seq_length": take("length", Entry.whole),
     "train.max_steps": take("max_steps", Entry.whole),
     "train.max_time": assume("the run is not cut off after a time"),
-    "train.lr_warmup_steps": _read_warmup,
+    "train.lr_warmup_steps": read_warmup,
     "optimizer": read_optimizer_class,
     "optimizer.class_path": read_optimizer_class,
     "optimizer.init_args.lr": take("learning_rate", Entry.number),

@@ -8,7 +8,15 @@ from preheat.interop.keys import Assumed, Entry, Outcome, Takes
 from preheat.interop.settings import Settings
 from preheat.sanitize import shorten
 
-__all__ = ["OPTIMIZERS", "adapt_to_planner", "last_name", "read_betas", "read_optimizer_class", "split_global_batch"]
+__all__ = [
+    "OPTIMIZERS",
+    "adapt_to_planner",
+    "last_name",
+    "read_betas",
+    "read_optimizer_class",
+    "read_warmup",
+    "split_global_batch",
+]
 
 OPTIMIZERS = {
     "Adam": "adamw_torch",
@@ -96,3 +104,12 @@ def adapt_to_planner(settings: Settings) -> list[str]:
         settings.fp8 = False
         notes.append("with tensor parallelism, matmuls are planned in half precision: fp8 takes less time")
     return notes
+
+
+def read_warmup(settings: Settings, entry: Entry) -> Outcome:
+    """Reads the steps of the warmup; 0 for none."""
+    if not entry.number():
+        settings.warmup_ratio = 0.0
+        return Takes(("warmup_ratio",))
+    settings.warmup_steps = entry.whole()
+    return Takes(("warmup_steps",))
