@@ -11,6 +11,7 @@ language model on text (images, sound, rewards, classifiers, diffusion), or is n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -77,14 +78,12 @@ def answer(file: Path, gpu: str, least: int) -> dict[str, object]:
         fewest = int(needed) if isinstance(needed, int) else 1
     except PreheatError as error:
         return {"error": str(error)}
-    try:
+    with contextlib.suppress(PreheatError):
         return plan_on(file, gpu, max(fewest, least))
-    except PreheatError as error:
-        first = str(error)
     try:
         return plan_on(file, gpu, fewest)
-    except PreheatError:
-        return {"error": first}
+    except PreheatError as error:
+        return {"error": str(error)}
 
 
 def plan_on(file: Path, gpu: str, count: int) -> dict[str, object]:
