@@ -62,6 +62,7 @@ NEEDED = {  # module -> the name that pip knows it by
     "matplotlib": "matplotlib",
     "PIL": "pillow",
     "psutil": "psutil",
+    "ruamel": "ruamel.yaml",
     "pynvml": "nvidia-ml-py",
     "pytest": "pytest",
 }

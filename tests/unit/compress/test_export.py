@@ -390,7 +390,7 @@ def test_added_tokens_begin_as_the_mean_are_trained_and_exported(
 
 
 def test_tokens_that_would_never_be_learnt_or_are_there_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"model.add_tokens: the embedding is frozen under an adapter"):
+    with pytest.raises(RecipeError, match=r"model.add_tokens: the embedding is frozen, so the new tokens"):
         trained(bases["llama"], LORAS["lora"], 0, ADDED, vocabulary=VOCABULARY + 2)
     with pytest.raises(DataError, match=r"model.add_tokens: the tokenizer has '<\|pad\|>' already"):
         load_tokenizer(str(bases["llama"]), add_tokens=["<|pad|>"])
