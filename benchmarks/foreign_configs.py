@@ -39,7 +39,7 @@ NOT_TRAINED = r"cannot be trained here"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a file.
+    """The outcome of planning a file.
 
     Attributes:
         fits: None if it was not planned.
@@ -121,12 +121,12 @@ def plan_file(file: Path, trainer: str, gpu: str, least: int) -> Outcome:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         out.seek(0)
-        found = json.loads(out.read() or "{}")
+        planned = json.loads(out.read() or "{}")
     seconds = round(time.monotonic() - started, 1)
     if status:
         late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == 14
-        found = {"error": f"no plan after {seconds:,.0f} s" if late else f"ended with status {status}"}
-    values = {"count": least, "fits": None, "peak": 0.0, "unknown_keys": 0, "error": ""} | found
+        planned = {"error": f"no plan after {seconds:,.0f} s" if late else f"ended with status {status}"}
+    values = {"count": least, "fits": None, "peak": 0.0, "unknown_keys": 0, "error": ""} | planned
     return Outcome(trainer=trainer, file=file.name, seconds=seconds, **values)
 
 

@@ -141,7 +141,7 @@ def _read_foreign_key(
             return _build_key(name, path, stated, stated)
     if value is not None and not _is_number(value):
         return _build_key(name, path, value, stated)
-    # What the key sets shows with another value.
+    # Reading the file with another value shows which keys of the recipe this one sets.
     probe = 2 * value if isinstance(value, int | float) and value else 2
     changed = [item.partition("=")[0] for item in list_overrides(subject.recipe, subject_of((), {path: probe}).recipe)]
     if not changed:

@@ -269,6 +269,9 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
 
         write_plan(result, figures, build_page_texts(result, assumed=assumed, command=command), text, options.html)
     written = options.write is not None and _write_improved(question, options.write, result)
+    if options.write is not None and not written:
+        # Before the answer, which ends the command if nothing fits.
+        say(f"note: {options.write} was not written: no change of the file helps", error=True)
     finish(
         result,
         subject,
@@ -280,8 +283,6 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         assumed=assumed,
         command=command,
     )
-    if options.write is not None and not written and not options.json:
-        say(f"{options.write}: was not written: no change of the file helps")
 
 
 def _plan_or_search(question: _Question) -> tuple[Plan, Callable[[], PlanFigures]]:

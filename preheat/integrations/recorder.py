@@ -375,7 +375,7 @@ class RunRecorder:
         message = shorten(str(error), 400)
         requested = parse_requested_bytes(message)
         used = read_memory_peak(self._kind, self.planned.imports).total
-        # What the run had at its peak was there; beyond it, only what the plan's device has is known.
+        # At least the run's peak was available, and at most the memory of the planned device.
         room = min(used + (requested or 0), round(self.plan.available_gib * GIB))
         overhead = sum(self.plan.overhead.values())
         self.write_event(

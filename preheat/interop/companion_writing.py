@@ -1,4 +1,4 @@
-"""Writes the files that stand beside a trainer's: DeepSpeed's JSON and accelerate's YAML.
+"""Writes the files that are used beside a trainer's: DeepSpeed's JSON and accelerate's YAML.
 
 They say how the work is split across devices, the precision, the batch (DeepSpeed) and what is offloaded; the model,
 the data and the optimizer are in the trainer's file. Names are those of accelerate 1.15 and DeepSpeed 0.19.

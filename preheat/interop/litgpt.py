@@ -378,7 +378,7 @@ LITGPT = Format(
         "access_token": ignore("loading"),
     },
 )
-"""Files of `litgpt finetune_lora` and `finetune_full`, which differ in `lora_r` and its kin."""
+"""Files of `litgpt finetune_lora` and `finetune_full`, which differ in the keys of adapters (`lora_*`)."""
 
 LITGPT_PRETRAIN = Format(
     name="litgpt-pretrain",

@@ -415,7 +415,7 @@ def finish_megatron(settings: Settings) -> list[str]:
 
 
 def _finish_model(settings: Settings) -> list[str]:
-    """Sets the model's family if its sizes stand for its name."""
+    """Sets the model's family if the file gives its sizes and no name."""
     needed = {"num_hidden_layers", "hidden_size", "num_attention_heads"}
     if settings.model is not None or not needed <= settings.architecture.keys():
         return []

@@ -107,7 +107,7 @@ def _parse_cell(source: str, where: str) -> ast.Module:
 
 
 def _blank_magic(lines: list[str], number: int) -> None:
-    """Replaces a line that only IPython reads, and those that it goes on with, by `pass`.
+    """Replaces an IPython magic or shell command, with its continuation lines, by `pass`.
 
     Example:
         >>> lines = ["if colab:", "    !pip install \\\\", "        trl", "x = 1"]

@@ -264,7 +264,7 @@ _COMPANIONS = {
     "zero_optimization": ("DeepSpeed", "--deepspeed"),
     "train_micro_batch_size_per_gpu": ("DeepSpeed", "--deepspeed"),
 }
-"""Keys of files that stand beside a trainer's, with the option that names them."""
+"""Keys of files that are used beside a trainer's -> the tool, and the option that names such a file."""
 
 
 def _refuse_companion(values: Mapping[str, object], lines: Mapping[tuple[str, ...], int], where: str) -> None:

@@ -269,7 +269,7 @@ def is_plain(value: object) -> bool:
 
 
 _DEEPEST = 16
-"""Names that stand for names, and lists within lists: deeper values are taken as computed."""
+"""Maximum depth of resolved names and nested lists; deeper values are taken as computed."""
 
 
 def _show(node: ast.expr) -> str:

@@ -151,19 +151,19 @@ _PRINTS = ("echo", "printf", "cat", "which", "pip", "exit", "[", "[[", "test", "
 
 def _find_call(command: Command) -> _Call | None:
     """Returns the command's call of a program of `PROGRAMS`; None if it calls none."""
-    words = command.words
-    if words[0].text in _PRINTS:
+    arguments = command.words
+    if arguments[0].text in _PRINTS:
         return None
-    for i, word in enumerate(words):
-        following = words[i + 1].text if i + 1 < len(words) else ""
+    for i, word in enumerate(arguments):
+        following = arguments[i + 1].text if i + 1 < len(arguments) else ""
         pair = f"{PurePosixPath(word.text).name} {following}"
         if pair in PROGRAMS:
-            return _Call(pair, command, words[:i], words[i + 2 :])
+            return _Call(pair, command, arguments[:i], arguments[i + 2 :])
         if word.text == "-m" and following in PROGRAMS:
-            return _Call(following, command, words[:i], words[i + 2 :])
+            return _Call(following, command, arguments[:i], arguments[i + 2 :])
         for name in PROGRAMS:
             if name.endswith(".py") and f"/{word.text}".endswith(f"/{name}"):
-                return _Call(name, command, words[:i], words[i + 1 :])
+                return _Call(name, command, arguments[:i], arguments[i + 1 :])
     return None
 
 

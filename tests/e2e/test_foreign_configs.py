@@ -257,6 +257,11 @@ def test_files_of_others_are_not_overwritten_and_what_never_fits_is_one_line(pre
     error = preheat.here("plan", "axolotl.yaml", "--gpu", "H100", "--write", "lf.yaml", code=1)[1]
     assert error.strip() == "error: lf.yaml: exists, and preheat did not write it; name another file"
     gpu = ("--gpu", "name=X,memory=0.1GiB,bandwidth=100,bf16=10")
+    # Nothing helps on a device as small as this: said also where the command ends because it does not fit.
+    out, error = preheat.here("plan", "axolotl.yaml", *gpu, "--write", "b.yaml", "--json", code=3)
+    assert json.loads(out)["verdict"] == "does not fit"
+    assert "note: b.yaml was not written: no change of the file helps" in error
+    assert not (folder / "b.yaml").exists()
     error = preheat.here("plan", "axolotl.yaml", *gpu, "--solve", "sequence_len", "--json", code=3)[1]
     assert error.startswith("error: --solve: not even sequence_len 64 fits; it needs ")
     assert len(error.strip().splitlines()) == 1
