@@ -7,13 +7,14 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from preheat import recipe as recipes
-from preheat.bench.messages import ProfileJob, Turn, TurnJob, encode
+from preheat.bench.explanation import NOISE, explain_slowdown, note_busy_machine
+from preheat.bench.messages import ProfileJob, Turn, TurnJob, encode, read_turn
 from preheat.core import registry
 from preheat.core.bench import (
     BenchResult,
@@ -43,8 +44,6 @@ __all__ = [
     "judge_techniques",
 ]
 
-NOISE = 0.03
-"""Ratios closer to 1 than this count as noise, even if the rounds agree."""
 Say = Callable[[str, int, int], None]
 """Progress callback: the current contender, turns done, turns in total."""
 
@@ -166,6 +165,7 @@ def run_bench(
     ]
     # The device is the same for all, so the first plan that succeeded is enough.
     available = next((p.available_gib for p in plans if p), math.nan)
+    planned = {c.name: plan for c, plan in zip(contenders, plans, strict=True)}
     result = BenchResult(
         name=recipe.name,
         machine=_describe_machine(recipe),
@@ -173,11 +173,26 @@ def run_bench(
         repeats=repeats,
         available_gib=available,
         rows=tuple(rows),
-        verdicts=tuple(judge_techniques(rows, list(recipe.techniques), available)),
+        verdicts=tuple(judge_techniques(rows, list(recipe.techniques), available, planned)),
         recipe=recipes.to_values(recipe),
+        notes=tuple(_list_notes(rows, contenders, planned)),
     )
     write_atomic(out / "bench.json", to_json(result, indent=1) + "\n")
     return result
+
+
+def _list_notes(
+    rows: Sequence[MeasuredRow | FailedRow], contenders: Sequence[Contender], plans: Mapping[str, Plan | None]
+) -> list[str]:
+    """Explains the techniques that alone are slower than the baseline, and says if the machine was busy."""
+    baseline, notes = rows[0].name, []
+    for row in rows[1:]:
+        alone = len(row.techniques) == 1
+        if alone and isinstance(row, MeasuredRow) and row.ratio_spread[1] < 1 - NOISE:
+            reason = explain_slowdown(plans[row.name], plans[baseline])
+            notes += [f"{row.name} is slower than {baseline}: {reason}"] * bool(reason)
+    busy = note_busy_machine([turn.use for c in contenders for turn in c.turns])
+    return notes + [busy] * bool(busy)
 
 
 def _describe_machine(recipe: Recipe) -> Machine:
@@ -236,7 +251,7 @@ def take_turn(c: Contender, job: TurnJob, folder: Path) -> None:
     if "failed" in measured:
         c.failed = measured["failed"]
     else:
-        c.turns.append(Turn(**measured))
+        c.turns.append(read_turn(measured))
 
 
 def compute_cosine(baseline: Path, other: Path) -> float | None:
@@ -306,9 +321,17 @@ def _build_row(
 
 
 def judge_techniques(
-    rows: Sequence[MeasuredRow | FailedRow], names: Sequence[str], available: float
+    rows: Sequence[MeasuredRow | FailedRow],
+    names: Sequence[str],
+    available: float,
+    plans: Mapping[str, Plan | None],
 ) -> list[TechniqueVerdict]:
-    """Compares the recipe with and without each of its techniques that was left out once."""
+    """Compares the recipe with and without each of its techniques that was left out once.
+
+    Args:
+        available: GiB of the device.
+        plans: of the rows, by name; they explain why a technique makes the recipe slower.
+    """
     by_name = {row.name: row for row in rows}
     entries: list[TechniqueVerdict] = []
     full = by_name.get("all")
@@ -333,6 +356,8 @@ def judge_techniques(
         # A difference counts if it exceeds NOISE and the ranges of the two do not overlap.
         noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _is_overlapping(full.speeds, rest.speeds)
         text = _describe_verdict(name, speed, noise, freed, rest.peak_gib, available)
+        if noise is False and speed < 1 and (reason := explain_slowdown(plans.get("all"), plans.get(rest.name))):
+            text += f" ({reason})"
         entries.append(TechniqueVerdict(name, speed, noise, freed, text))
     return entries
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from preheat.core import MachineUse
 from preheat.core.plan import StepSeconds
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ __all__ = [
     "ZeroJob",
     "ZeroTurn",
     "encode",
+    "read_turn",
 ]
 
 
@@ -83,6 +86,7 @@ class Turn:
         changes: {technique: what it changed}.
         notices: what techniques reported about the run.
         finding: the sentence that names the largest gap to the plan, if steps were profiled.
+        use: of the machine during the steps.
     """
 
     seconds: list[float]
@@ -93,6 +97,14 @@ class Turn:
     changes: dict[str, list[str]]
     notices: list[str]
     finding: str | None = None
+    use: MachineUse | None = None
+
+
+def read_turn(values: Mapping[str, Any]) -> Turn:
+    """Returns the turn of a decoded message."""
+    # `alone` follows from the rest.
+    use = {key: value for key, value in (values["use"] or {}).items() if key != "alone"}
+    return Turn(**{**values, "use": MachineUse(**use) if use else None})
 
 
 @dataclass(frozen=True)

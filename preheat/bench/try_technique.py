@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from preheat.bench.compare import NOISE, Contender, compute_cosine, median_speed, take_turn
+from preheat.bench.compare import Contender, compute_cosine, median_speed, take_turn
+from preheat.bench.explanation import NOISE, describe_slow_bf16, explain_slowdown, note_busy_machine
 from preheat.bench.messages import TurnJob, ZeroJob, ZeroTurn
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
@@ -28,7 +29,7 @@ __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "run_tri
 
 GIB = 2**30
 TECHNIQUES = ("gradient_accumulation", "mixed_precision", "zero", "efficient_attention", "integration")
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16_weights", "bf16_master", "fp16_master", "fp8")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16_weights", "bf16_master", "fp16_master", "fp8")
 MEMORY = 16 * GIB
 """Memory limit of a trial."""
 ACCUMULATED = (4, 2)
@@ -82,7 +83,7 @@ class TrialOptions:
     model_size: str = "tiny"
     batch_size: int | None = None
     accumulation_steps: int | None = None
-    precision: str = "bf16"
+    precision: str = "auto"
     zero_stage: int = 1
     cpu_offload: bool = False
     seq_len: int = 256
@@ -212,6 +213,8 @@ def run_trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None
     # Rows that did not run are results as long as at least one row has figures.
     if not any(isinstance(row, MeasuredTrialRow) for row in rows):
         raise RunError("nothing could be run: " + "; ".join(f"{row.name}: {row.not_run}" for row in rows))
+    plans = {c.name: plan for c, plan in zip(group.contenders, group.plans, strict=True)} if group else {}
+    busy = note_busy_machine([turn.use for c in group.contenders for turn in c.turns]) if group else ""
     say("dry run for a GPU")
     gpu, more = _predict_gpu(wish, group, plain)
     return TrialResult(
@@ -221,8 +224,8 @@ def run_trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None
         batch=TrialBatch(wish.rows, wish.seq_len, wish.accumulation_steps),
         steps=steps,
         rows=tuple(rows),
-        verdicts=tuple(summary for row in rows if (summary := _describe_change(row, rows))),
-        notes=(*_list_limits(wish), *more),
+        verdicts=tuple(summary for row in rows if (summary := _describe_change(row, rows, plans))),
+        notes=(*_list_precision_notes(wish, plans), *_list_limits(wish), *([busy] * bool(busy)), *more),
         gpu=gpu,
         seconds=time.monotonic() - start,
     )
@@ -327,14 +330,16 @@ def compare(rows: Sequence[TrialRow]) -> list[TrialRow]:
     return compared
 
 
-def _describe_change(row: TrialRow, rows: Sequence[TrialRow]) -> str:
-    """Summarizes the comparison of a row with its baseline; empty for baselines."""
+def _describe_change(row: TrialRow, rows: Sequence[TrialRow], plans: Mapping[str, Plan | None]) -> str:
+    """Summarizes the comparison of a row with its baseline, and explains it if the row is slower; "" for baselines."""
     if row.name == row.against:
         return ""
     base = next(r for r in rows if r.name == row.against)
     name = row.name
+    reason = explain_slowdown(plans.get(name), plans.get(row.against))
+    cause = f" ({reason})" if reason else ""
     if not isinstance(row, MeasuredTrialRow):
-        return f"{name} was not run: {row.not_run}"
+        return f"{name} was not run: {row.not_run}{cause}"
     if not isinstance(base, MeasuredTrialRow):
         return (
             f"{name}: {row.tokens_per_second:,.0f} tokens/s in {row.peak_gib:.2f} GiB; without it "
@@ -343,6 +348,7 @@ def _describe_change(row: TrialRow, rows: Sequence[TrialRow]) -> str:
     speed, freed = row.tokens_per_second / base.tokens_per_second, base.peak_gib - row.peak_gib
     # One turn of each does not allow a verdict.
     fast = f"{format_percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
+    fast += cause if speed < 1 else ""
     if abs(speed - 1) < NOISE:
         fast = "no difference in speed seen"
     share = freed / base.peak_gib if base.peak_gib else 0.0
@@ -352,6 +358,25 @@ def _describe_change(row: TrialRow, rows: Sequence[TrialRow]) -> str:
         else f"{format_percent(abs(share))} {'less' if freed > 0 else 'more'} memory"
     )
     return f"{name}: {fast}, {space}, loss {row.loss:.3f} against {base.loss:.3f}"
+
+
+def _list_precision_notes(wish: TrialOptions, plans: Mapping[str, Plan | None]) -> list[str]:
+    """Says which precision `auto` is on this machine, and why."""
+    import torch
+
+    from preheat.hardware.benchmark_rates import rates
+
+    plan = plans.get("mixed_precision") or plans.get("integration")
+    if wish.precision != "auto" or plan is None:
+        return []
+    assert plan.recipe is not None  # as `plan_on_this_machine` returns it
+    device, mode = plan.device, plan.recipe["techniques"]["mixed_precision"]["mode"]
+    text = f"mixed_precision: auto is {mode} on this machine"
+    if mode == "fp32":
+        # Measured for the plans.
+        speeds = rates(device, torch.get_num_threads(), measure=False).peak_matrix_rate
+        text += f": {describe_slow_bf16(speeds['bf16'], speeds['fp32'], device.kind)}"
+    return [text]
 
 
 def _list_limits(wish: TrialOptions) -> list[str]:

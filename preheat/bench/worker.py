@@ -47,6 +47,7 @@ def take_steps(job: TurnJob) -> Turn:
     from preheat.engine.device import resolve_device
     from preheat.engine.step import accumulate_gradients, update
     from preheat.hardware.gpu_memory import read_memory_peak
+    from preheat.hardware.machine_use import UseMeter
     from preheat.model_folder import count_embedding_rows
     from preheat.planning.dry_run import observe
     from preheat.planning.plan import resolve_auto
@@ -99,6 +100,7 @@ def take_steps(job: TurnJob) -> Turn:
         prefetch=recipe.data.prefetch,
         pin=device.kind == "cuda",
     )
+    meter = UseMeter()
     with closing(stream):
         for step in range(job.steps):
             begun = time.perf_counter()
@@ -119,6 +121,7 @@ def take_steps(job: TurnJob) -> Turn:
             startup = startup or time.perf_counter() - _BEGUN - paused
             if step and job.seconds and sum(seconds) > job.seconds:  # after at least two steps
                 break
+        use = meter.use(threads)
         memory = read_memory_peak(device.kind, imports).figures()
         # After all that is measured, as a profiled step takes longer and more memory.
         finding = _profile_steps(job.profile, request, model_build, stream, lr, seconds) if job.profile else None
@@ -131,6 +134,7 @@ def take_steps(job: TurnJob) -> Turn:
         changes={name: [c.what for c in changes] for name, changes in model_build.changes.items()},
         notices=[event.message for event in model_build.state.events if isinstance(event, Notice)],
         finding=finding,
+        use=use,
     )
 
 

@@ -71,6 +71,8 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     screen.print(_build_table(result, wide=screen.width >= 110))
     for verdict in result.verdicts:
         screen.print(f"- {verdict.message}", soft_wrap=True)
+    for note in result.notes:
+        screen.print(f"- {note}", soft_wrap=True)
     for name, measured in result.measured.items():
         if measured.finding is not None:
             screen.print(f"- {name}: {measured.finding}", soft_wrap=True)

@@ -50,8 +50,12 @@ def try_(
         ),
     ] = None,
     precision: Annotated[
-        str, typer.Option("--precision", help="fp32, bf16, fp16, bf16_weights, bf16_master, fp16_master or fp8.")
-    ] = "bf16",
+        str,
+        typer.Option(
+            "--precision",
+            help="auto (by this machine), fp32, bf16, fp16, bf16_weights, bf16_master, fp16_master or fp8.",
+        ),
+    ] = "auto",
     zero_stage: Annotated[
         int,
         typer.Option(

@@ -144,6 +144,7 @@ class BenchResult:
         available_gib: memory of the device; None in files if no contender could be planned.
         rows: the first is the baseline.
         recipe: the recipe with every default.
+        notes: reasons of techniques that are slower than the baseline, and other processes that used the machine.
     """
 
     name: str
@@ -154,6 +155,7 @@ class BenchResult:
     rows: tuple[MeasuredRow | FailedRow, ...]
     verdicts: tuple[TechniqueVerdict, ...]
     recipe: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rows:

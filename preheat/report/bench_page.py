@@ -46,7 +46,7 @@ def write_bench(folder: str | Path) -> Path:
 
 
 def _render_page(result: BenchResult) -> str:
-    verdicts = [join_units(verdict.message) for verdict in result.verdicts]
+    verdicts = [join_units(text) for text in (*(verdict.message for verdict in result.verdicts), *result.notes)]
     notices = [join_units(f"{row.name}: {notice}") for row in result.measured.values() for notice in row.notices]
     return page.document(
         f"{result.name} · preheat bench",

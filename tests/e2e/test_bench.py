@@ -45,7 +45,7 @@ def row(name: str, speeds: list[float], peak: float) -> MeasuredRow:
 
 
 def said(rows: list[MeasuredRow | FailedRow], *names: str) -> dict[str, str]:
-    return {v.technique: v.message for v in judge_techniques(rows, names, 16.0)}
+    return {v.technique: v.message for v in judge_techniques(rows, names, 16.0, {})}
 
 
 def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
@@ -85,7 +85,7 @@ def test_there_is_no_verdict_on_speed_without_repeats_or_where_intervals_overlap
         row("without idle", [100.0, 125.0, 200.0], 4.0),
         row("without x", [1.0], 4.0),
     ]
-    (verdict, _) = judge_techniques(noisy, ["idle", "x"], 16.0)
+    (verdict, _) = judge_techniques(noisy, ["idle", "x"], 16.0, {})
     assert verdict.within_noise is True
     assert "no difference in speed seen" in verdict.message
 
@@ -97,7 +97,7 @@ def test_a_difference_that_cannot_be_measured_is_drawn_as_none() -> None:
         row("without idle", [201.0] * 2, 0.3 + 1.5e-5),
         row("without large", [101.0] * 2, 0.5),
     ]
-    judged = tuple(judge_techniques(rows, ["idle", "large"], 16.0))
+    judged = tuple(judge_techniques(rows, ["idle", "large"], 16.0, {}))
     page = _render_waterfalls(BenchResult("n", Machine("m", "cpu", 1, "2"), 3, 2, 16.0, tuple(rows), judged, {}))
     assert "Peak memory in MiB: from 512 plain to 307 with all; idle no difference seen, large \u2212205" in page
     assert "idle no difference seen, large +0.099" in page
