@@ -11,7 +11,9 @@ import typer
 
 from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Base, Checkpoint, Json
+from preheat.cli.views.estimate import format_estimate
 from preheat.cli.views.long_context_table import build_grids
+from preheat.cli.views.variants_table import build_variants_tables
 from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -52,8 +54,20 @@ def evaluate(
             metavar="NAME|FILE.yaml",
             help=(
                 "A task: a built-in name or a YAML file, NAME=ROWS for your own rows, with ,KEY=VALUE for further "
-                "keys; lm-eval:NAME for one of lm-eval's. Long context: recall, and with a long text needle=FILE, "
+                "keys (shots=0..8 compares numbers of examples); lm-eval:NAME for one of lm-eval's. Long context: "
+                "recall, and with a long text needle=FILE, "
                 "positions=FILE, continuation=FILE. Repeatable."
+            ),
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompt",
+            metavar="FILE.jinja",
+            help=(
+                "Ask the tasks with this prompt instead of their own. Repeatable: the prompts are compared with the "
+                "first one, question by question."
             ),
         ),
     ] = None,
@@ -98,6 +112,7 @@ def evaluate(
     from preheat.evaluation.lm_eval import require_harness
     from preheat.evaluation.run_evaluator import compute_differences
     from preheat.evaluation.tasks import find_tasks
+    from preheat.evaluation.variants import compare_variants, find_variants, replace_prompts
     from preheat.files import to_plain_data
     from preheat.inference.load import require_model
 
@@ -108,6 +123,10 @@ def evaluate(
         raise RecipeError("--forgetting: shows a difference: add --before, or name two models")
     # Before any model is loaded: an unknown task is reported at once.
     chosen = find_tasks(tasks or [])
+    if prompt:
+        if not chosen:
+            raise RecipeError("--prompt: replaces the prompt of a task; name one with --tasks")
+        chosen = replace_prompts(chosen, prompt)
     if any(isinstance(task, str) for task in chosen):
         require_harness()
     # Emptied here, since each task appends its rows.
@@ -140,10 +159,14 @@ def evaluate(
             "before": _summarize(model[0], results[0]),
             "difference": to_plain_data(compute_differences(*results)),
         }
+    if groups := find_variants(chosen):
+        summary["variants"] = to_plain_data(compare_variants(groups, results[-1].tasks))
     if json:
         emit(summary)
     else:
         build_console().print(_build_table(summary))
+        for table in build_variants_tables(groups, summary):
+            build_console().print(table)
         for grid in build_grids(summary):
             build_console().print(grid)
         for note in _collect_notes(summary):
@@ -313,26 +336,15 @@ def _build_table(summary: JsonObject) -> Table:
         for name, result in summary[part].items():
             shown = name
             for metric, value in result["metrics"].items():
-                cells = [_format_value(value)]
+                cells = [format_estimate(value)]
                 if compared:
                     old = summary["before"][part].get(name, {}).get("metrics", {}).get(metric)
                     off = summary["difference"][part].get(name, {}).get("metrics", {}).get(metric)
-                    cells = [_format_value(old), *cells, _format_value(off, signed=True)]
+                    cells = [format_estimate(old), *cells, format_estimate(off, signed=True)]
                 table.add_row(shown, metric, *cells)
                 # A name appears in the first row of its metrics only.
                 shown = ""
     return table
-
-
-def _format_value(value: JsonObject | None, *, signed: bool = False) -> str:
-    if value is None or value["value"] is None:
-        return "-"
-
-    def show(v: float) -> str:
-        return f"{v:+.4g}" if signed else f"{v:.4g}" if abs(v) >= 10 else f"{v:.4f}"
-
-    between = f" [{show(value['low'])}, {show(value['high'])}]" if value["low"] is not None else ""
-    return show(value["value"]) + between
 
 
 def _collect_notes(summary: JsonObject) -> list[str]:

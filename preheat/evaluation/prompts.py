@@ -212,11 +212,11 @@ def read_items(
     prompt, gold = language.template("prompt"), language.expression("gold")
     # Few-shot examples: drawn once by the task's seed, the same before every question.
     shots: list[Row] = []
-    if task.shots:
-        if task.shots >= len(rows):
-            raise DataError(f"task {task.name}: shots: {task.shots} answered rows leave none of {len(rows)} to ask")
-        drawn = np.random.Generator(np.random.PCG64(task.seed)).choice(len(rows), task.shots, replace=False)
-        shots = [rows[n] for n in drawn]
+    if pool := max(task.pool, task.shots):
+        if pool >= len(rows):
+            raise DataError(f"task {task.name}: shots: {pool} answered rows leave none of {len(rows)} to ask")
+        drawn = np.random.Generator(np.random.PCG64(task.seed)).choice(len(rows), pool, replace=False)
+        shots = [rows[n] for n in drawn[: task.shots]]
         rows = [row for n, row in enumerate(rows) if n not in set(drawn.tolist())]
     # Before any limit: fewer rows must not mean fewer classes.
     classes = _find_classes(task, rows, gold) if task.kind == "classification" else None

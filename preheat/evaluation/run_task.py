@@ -43,6 +43,8 @@ def require_room(items: Sequence[Item], reader: Reader) -> None:
 
 def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples: Path | None = None) -> Result:
     """Measures questions that `read_items` has returned; arguments and errors as in `measure_task`."""
+    if task.shots:
+        _require_shots_fit(task, items, scorer)
     before = scorer.truncated
     values: dict[str, Metric]
     written: list[int] | list[list[Score]] | list[str]
@@ -79,6 +81,18 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     identity = compute_digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # The scorer counts a truncated context once for each choice.
     return Result(values, len(items), identity, truncated=min(scorer.truncated - before, len(items)))
+
+
+def _require_shots_fit(task: Task, items: Sequence[Item], scorer: Scorer) -> None:
+    """Raises an error if a question with its examples is longer than a row, whose first examples would be cut off."""
+    for item in items:
+        continuation = max((scorer.encode(text, complete=True) for text in item.choices), key=len, default=[])
+        tokens = len(scorer.encode(item.context, complete=item.complete)) + len(continuation)
+        if tokens > scorer.length:
+            raise RecipeError(
+                f"task {task.name}: shots: {item.where} with {task.shots} examples has {tokens:,} tokens, and a row "
+                f"{scorer.length:,}; use fewer examples or a greater --length"
+            )
 
 
 def _predict_classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:

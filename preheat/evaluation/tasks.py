@@ -79,7 +79,11 @@ class Task:
     scale: str | None = None
     """numeric: expression of the scale of a gold number: thousand, million, billion or percent; empty for none."""
     shots: NonNegativeInt = 0
-    """Number of few-shot examples before each question; they are drawn from the rows and not asked themselves."""
+    """Number of few-shot examples before each question; they are drawn from the rows and not asked themselves. `--tasks
+    NAME,shots=0..8` evaluates each number from 0 to 8 on the same questions."""
+    pool: NonNegativeInt = 0
+    """Number of rows that are set aside for examples and not asked; 0: as many as `shots`. Tasks with equal pools ask
+    the same questions and take their examples in the same order."""
     separator: str = "\n\n"
     """Text between the examples."""
     chat: bool = False
@@ -113,6 +117,10 @@ class Task:
             problems.append(("scale", f"means nothing for {self.kind}; remove it"))
         if self.system is not None and not self.chat:
             problems.append(("system", "needs chat: true"))
+        if 0 < self.pool < self.shots:
+            problems.append(
+                ("pool", f"{self.pool} rows hold no {self.shots} examples (shots); raise it or leave it out")
+            )
         return problems
 
 
@@ -216,7 +224,8 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
     Args:
         names: `NAME` (built-in, or a kind of `OF_LENGTH`) or `FILE.yaml`; optionally with `=DATA` for other rows, and
             after commas further keys of `Task` or `LengthTask`: `cloze=rows.jsonl,limit=100`, `recall,lengths=[128,
-            256]`. Tasks of lm-eval are `lm-eval:NAME` or `lm-eval:FILE.yaml`.
+            256]`; `shots=0..8` gives a task for each number of examples. Tasks of lm-eval are `lm-eval:NAME` or
+            `lm-eval:FILE.yaml`.
 
     Raises:
         RecipeError: there is no such task; the closest name is suggested.
@@ -251,14 +260,28 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
                 f"{knob} {name}: no such task; {suggestion} (a file ends in .yaml; a task of lm-eval is written "
                 f"lm-eval:{name})"
             )
-        task = load_task(path, settings, knob=knob)
-        if task.data is None and isinstance(task, Task):
-            # The first line of a built-in task says which fields its rows need.
-            comment = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({comment})")
-        tasks.append(task)
+        variants = _split_shots(settings, f"{knob} {given}")
+        for variant in variants:
+            task = load_task(path, variant, knob=knob)
+            if task.data is None and isinstance(task, Task):
+                # The first line of a built-in task says which fields its rows need.
+                comment = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+                raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({comment})")
+            tasks.append(replace(task, name=f"{task.name}, {variant['shots']} shots") if len(variants) > 1 else task)
     # Results are stored by name, so a second task of a name would replace the first.
     names_of = [t if isinstance(t, str) else t.name for t in tasks]
     if twice := next((n for n in names_of if names_of.count(n) > 1), None):
         raise RecipeError(f"{knob}: {twice} is given twice")
     return tasks
+
+
+def _split_shots(settings: Mapping[str, str], given: str) -> list[dict[str, str]]:
+    """Returns the settings of a task for each number of examples in `shots=LOW..HIGH`; without one, the settings."""
+    found = re.fullmatch(r"(\d+)\.\.(\d+)", settings.get("shots", "").strip())
+    if found is None:
+        return [dict(settings)]
+    low, high = map(int, found.groups())
+    if low >= high:
+        raise RecipeError(f"{given}: shots: {low}..{high} is not a range; write the smaller number first, as in 0..8")
+    # One pool for all numbers, so that all ask the same questions.
+    return [{"pool": str(high), **settings, "shots": str(n)} for n in range(low, high + 1)]

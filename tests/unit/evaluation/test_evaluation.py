@@ -30,6 +30,7 @@ from preheat.evaluation.results import compare_results, describe_result, deseria
 from preheat.evaluation.run_task import measure_task
 from preheat.evaluation.scoring import CLASSES, Scorer
 from preheat.evaluation.tasks import Task, find_built_in, find_tasks, load_task
+from preheat.evaluation.variants import compare_variants, find_variants, replace_prompts
 from preheat.files import read_record, to_plain_data
 from preheat.models.hf import compute_reference_logits
 from preheat.recipe import Data, parse
@@ -380,6 +381,45 @@ def test_answered_rows_stand_before_and_are_not_asked(tokenizer: Any, tmp_path: 
     assert asked | shown == {"q0", "q1", "q2", "q4"}
     first = sorted(shown)[0]
     assert f"Q: {first}\nA: {first.replace('q', 'a')}\n\n" in items[0].context
+
+
+def test_numbers_of_examples_ask_the_same_questions(tokenizer: Any, tmp_path: Path) -> None:
+    file = _jsonl(tmp_path / "r.jsonl", [{"query": f"q{n}", "choices": ["a", "b"], "gold": 0} for n in range(9)])
+    tasks = find_tasks([f"multiple_choice={file},shots=1..3"])
+    items = [read_items(task, tokenizer) for task in tasks if isinstance(task, Task)]
+    assert [len(of) for of in items] == [6, 6, 6], "three are set aside for all"
+    assert len({tuple(item.where for item in of) for of in items}) == 1
+    # Fewer examples are the first of more.
+    assert items[1][0].context.startswith(items[0][0].context.split("\n\n")[0])
+    assert [group[0].name for group in find_variants(tasks)] == ["multiple_choice, 1 shots"]
+    with pytest.raises(RecipeError, match="is not a range"):
+        find_tasks([f"multiple_choice={file},shots=3..3"])
+    # Another number of rows set aside asks other questions.
+    assert not find_variants([*find_tasks([f"multiple_choice={file},shots=2"]), tasks[0]])
+
+
+def test_prompts_are_compared_row_by_row(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"query": f"q{n}", "choices": ["a", "bcd"], "gold": n % 2} for n in range(8)]
+    (tmp_path / "short.jinja").write_text("{{query}}\n")
+    (tmp_path / "long.jinja").write_text("Question: {{query}}\nAnswer:\n")
+    files = [tmp_path / "short.jinja", tmp_path / "long.jinja"]
+    tasks = replace_prompts(find_tasks([f"multiple_choice={_jsonl(tmp_path / 'r.jsonl', rows)}"]), files)
+    scorer = Scorer(opened(), tokenizer, micro=4, length=32)
+    results = {task.name: measure_task(task, scorer) for task in tasks if isinstance(task, Task)}
+    (name, found), *none = compare_variants(find_variants(tasks), results).items()
+    assert not none
+    assert (name, found.against, found.difference.paired) == (
+        "multiple_choice, long",
+        "multiple_choice, short",
+        True,
+    )
+    short, long = (np.mean(result.metrics["accuracy"].rows) for result in results.values())
+    assert found.difference.metrics["accuracy"].value == pytest.approx(long - short)
+    crowded = next(replace(task, shots=6) for task in tasks if isinstance(task, Task))
+    with pytest.raises(RecipeError, match=r"with 6 examples has .* tokens, and a row 32; use fewer examples"):
+        measure_task(crowded, scorer)
+    with pytest.raises(RecipeError, match="has no prompt"):
+        replace_prompts(["piqa"], files)
 
 
 def test_a_chat_template_is_asked(tokenizer: Any, tmp_path: Path) -> None:
