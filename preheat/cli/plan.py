@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.options.plan_options import Aim, Method, PlanOptions, TrainingPlanOptions, parse_price
 from preheat.cli.views.console import Accelerate, DeepSpeed, From, Json, Set
 from preheat.core import Numerics
+
+if TYPE_CHECKING:
+    from preheat.planning.prices import Offer
 
 __all__ = ["plan"]
 
@@ -84,6 +87,17 @@ def plan(
             help="Price of a device with its currency and time, such as 2.5USD/h or 1800EUR/month; adds the cost.",
         ),
     ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            "--prices",
+            metavar="FILE",
+            help=(
+                "With --aim cheapest: a file of dated prices (YAML, or a vms.csv of SkyPilot's catalogue), whose "
+                "devices are compared; --gpu H100,L40S names some of them."
+            ),
+        ),
+    ] = None,
     solve: Annotated[
         str | None,
         typer.Option(
@@ -153,8 +167,10 @@ def plan(
     if compute_budget is not None:
         _compute_optimal(compute_budget, json)
         return
-    # Reports an unknown device before torch is imported, which takes seconds.
-    accelerator = None if gpu is None else resolve_accelerator(gpu)
+    # Errors of devices and prices come before torch is imported, which takes seconds.
+    contradicting = {"--price": price, "--solve": solve, "--nodes": nodes if nodes > 1 else None}
+    offers = () if prices is None else _choose_offers(prices, gpu, count, aim, contradicting)
+    accelerator = None if gpu is None or offers else resolve_accelerator(gpu)
     if what is None and not set:
         raise RecipeError("preheat plan: name a model or a recipe, such as: preheat plan Qwen/Qwen3-8B --gpu RTX-4090")
     # Set before torch is imported: garbage collection would take a tenth of torch's import time.
@@ -204,7 +220,28 @@ def plan(
         html=html,
         verbose=verbose,
     )
+    if offers:
+        from preheat.cli.plan_training import plan_for_prices
+
+        again = _remove_output_options(what, asked.set, {**typed, "--gpu": None, "--count": None, "--aim": None})
+        plan_for_prices(training, offers, again)
+        return
     plan_training(training, _remove_output_options(what, asked.set, typed))
+
+
+def _choose_offers(
+    prices: Path, gpu: str | None, count: int | None, aim: Aim | None, contradicting: Mapping[str, object]
+) -> Sequence[tuple[Offer, list[int]]]:
+    """Returns the offers of a file of prices; raises RecipeError if another option contradicts it."""
+    from preheat.cli.plan_cheapest import choose_offers
+    from preheat.errors import RecipeError
+
+    if aim != "cheapest":
+        raise RecipeError("--prices: compares devices by their cost; add --aim cheapest, or use --price for one device")
+    for option, value in contradicting.items():
+        if value is not None:
+            raise RecipeError(f"--prices: compares devices of one host by the prices of a file; leave {option} out")
+    return choose_offers(prices, gpu, count)
 
 
 def _remove_output_options(what: str | None, overrides: Sequence[str], typed: Mapping[str, object]) -> list[str]:

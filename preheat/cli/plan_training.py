@@ -13,7 +13,7 @@ from preheat.cli.plan_output import finish, render_recipe, text_part_note
 from preheat.cli.views.config_reading import describe_reading
 from preheat.cli.views.next_command import build_next_command, list_assumed_settings
 from preheat.cli.views.output import print_progress, say
-from preheat.errors import RecipeError
+from preheat.errors import DoesNotFit, RecipeError
 from preheat.interop.own_techniques import add_own_techniques
 
 if TYPE_CHECKING:
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from preheat.cli.plan_solving import Solution
     from preheat.core import Numerics
     from preheat.core.plan import Alternative, Improvements, Plan, PlanFigures
+    from preheat.planning.prices import Offer
     from preheat.interop.reading import ForeignConfig
+    from preheat.planning.answer_cache import Answer
     from preheat.planning.request import Request
     from preheat.planning.search.result import EvaluatedPlan, SearchResult
     from preheat.recipe import Recipe
 
-__all__ = ["plan_as_written", "plan_training"]
+__all__ = ["plan_as_written", "plan_for_prices", "plan_training"]
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,24 @@ def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
     Args:
         again: the command that was typed, without its output options.
     """
-    from preheat.planning import answer_cache
-
     question = _read_question(options)
-    subject, key = question.subject, question.key
+    subject = question.subject
     if subject.reading is not None and not options.json:
         for line in describe_reading(subject.reading, details=options.verbose):
             say(line)
         say()
+    question, answer = _find_answer(question)
+    _print(question, again, answer.plan, answer.recipe, answer.figures)
+
+
+def _find_answer(question: _Question) -> tuple[_Question, Answer]:
+    """Returns the stored answer or plans; the returned question has the recipe of `--solve`."""
+    from preheat.planning import answer_cache
+
+    options, subject, key = question.options, question.subject, question.key
     stored = answer_cache.load(key) if key is not None else None
     if stored is not None and (options.html is None or stored.figures is not None):
-        _print(question, again, stored.plan, stored.recipe, stored.figures)
-        return
+        return question, stored
     if not options.json:
         print_progress("dry run: starting")  # the imports take seconds
     solution = None if options.solve is None else _solve(question, options.solve)
@@ -114,12 +122,48 @@ def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
     text = render_recipe(result, subject)
     if result.searched.interrupted:
         # The best so far is no answer to store, and the page takes another dry run.
-        _print(question, again, result, text, None)
-        return
-    figures = None if options.html is None else page()
+        return question, answer_cache.Answer(result, text, None)
+    answer = answer_cache.Answer(result, text, None if options.html is None else page())
     if key is not None:
-        answer_cache.store(key, answer_cache.Answer(result, text, figures))
-    _print(question, again, result, text, figures)
+        answer_cache.store(key, answer)
+    return question, answer
+
+
+def plan_for_prices(
+    options: TrainingPlanOptions, offers: Sequence[tuple[Offer, list[int]]], again: Sequence[str]
+) -> None:
+    """Plans a recipe for each offer; prints them by cost, and the plan of the cheapest.
+
+    Args:
+        offers: each with its numbers of devices (`plan_cheapest.choose_offers`).
+        again: the command that was typed, without the devices, the aim and its output options.
+    """
+    from preheat.cli.plan_cheapest import build_prices_table, describe_priced, find_cheapest
+    from preheat.cli.views.console import build_console, emit
+
+    _choose_subject(options)  # errors of the recipe itself, before any plan
+
+    def ask(offer: Offer, count: int) -> TrainingPlanOptions:
+        return replace(options, gpu=offer.device, count=count, price=offer.price, aim="fastest", json=True)
+
+    def tell(message: str) -> None:
+        if not options.json:
+            print_progress(message)
+
+    entries = find_cheapest(offers, lambda offer, count: _find_answer(_read_question(ask(offer, count)))[1].plan, tell)
+    tell("")
+    figures = [describe_priced(entry) for entry in entries]
+    best = next((entry for entry in entries if not entry.problem), None)
+    if best is None:
+        raise DoesNotFit(f"--aim cheapest: fits on none of the {len(entries)} choices: {entries[0].problem}")
+    chosen = ask(best.offer, best.count)
+    if options.json:
+        emit({"offers": figures, "cheapest": _find_answer(_read_question(chosen))[1].plan})
+        return
+    build_console().print(build_prices_table(figures))
+    build_console().print()
+    stated = ("--gpu", best.offer.device.name, "--count", str(best.count), "--aim", "fastest")
+    plan_training(replace(chosen, json=False), [*again, *stated])
 
 
 def _read_question(options: TrainingPlanOptions) -> _Question:

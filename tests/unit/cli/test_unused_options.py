@@ -102,7 +102,7 @@ def test_every_mode_names_parameters_of_its_command():
 @pytest.mark.parametrize(
     ("name", "jobs", "choose"),
     [
-        ("plan", (TrainingPlanOptions,), {"inference", "compute_budget", "schema"}),
+        ("plan", (TrainingPlanOptions,), {"inference", "compute_budget", "prices", "schema"}),
         ("bench", (TechniqueBenchOptions, InferenceBenchOptions), {"inference"}),
     ],
 )
