@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from preheat.cli.plan_solving import Solution
     from preheat.core import Numerics
     from preheat.core.plan import Alternative, Improvements, Plan, PlanFigures
-    from preheat.planning.prices import Offer
     from preheat.interop.reading import ForeignConfig
     from preheat.planning.answer_cache import Answer
+    from preheat.planning.prices import Offer
     from preheat.planning.request import Request
     from preheat.planning.search.result import EvaluatedPlan, SearchResult
     from preheat.recipe import Recipe

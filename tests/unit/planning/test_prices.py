@@ -10,8 +10,8 @@ import pytest
 from preheat.cli.plan_cheapest import FEWER, build_prices_table, choose_offers, describe_priced, find_cheapest
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError
-from preheat.planning.prices import Offer, read_prices
 from preheat.planning.explain import estimate_cost
+from preheat.planning.prices import Offer, read_prices
 
 from ..plans import plan_of, values_of
 
