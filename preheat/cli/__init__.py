@@ -30,6 +30,7 @@ from preheat.cli import (
     plan,
     recipes,
     report,
+    serve,
     techniques,
     track,
     train,
@@ -100,6 +101,7 @@ app.command("generate", cls=unused.Command)(add_trust_option(generate.generate))
 app.command("chat", cls=unused.Command)(add_trust_option(chat.chat))
 app.command("compress", cls=unused.Command)(add_trust_option(compress.compress))
 app.command("export")(add_trust_option(export.export))
+app.command("serve")(add_trust_option(serve.serve))
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
 app.add_typer(recipes.app, name="recipes")
