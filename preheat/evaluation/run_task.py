@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,11 +12,15 @@ from preheat.data.sources import compute_digest
 from preheat.errors import RecipeError, suggest_nearest
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.bootstrap import Metric
+from preheat.evaluation.execution import Attempt, compute_pass_rates, run_attempts
 from preheat.evaluation.prompts import Item, read_items
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import CLASSES, Reader, Score, Scorer
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
 from preheat.files import to_json
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["measure_items", "measure_task", "require_room"]
 
@@ -45,7 +50,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     """Measures questions that `read_items` has returned; arguments and errors as in `measure_task`."""
     before = scorer.truncated
     values: dict[str, Metric]
-    written: list[int] | list[list[Score]] | list[str]
+    written: list[int] | list[list[Score]] | list[str] | list[list[Attempt]]
     if CLASSES in scorer.build.tags:
         written = _predict_classes(task, items, scorer)
         gold = [item.gold for item in items]
@@ -54,6 +59,9 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     elif task.kind in BY_LIKELIHOOD:
         scores = _score_answers(items, scorer)
         values, written = _evaluate_by_likelihood(task, items, scores), list(scores)
+    elif task.kind == "execution":
+        attempts = run_attempts(task, items, scorer)
+        values, written = compute_pass_rates(attempts, task.k), list(attempts)
     else:
         contexts = [scorer.encode(item.context, complete=item.complete) for item in items]
         answers = scorer.write(contexts, tokens=task.tokens, stop=task.stop)
@@ -69,16 +77,20 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                     "choices": list(item.texts),
                     "gold": right,
                 }
-                key, content = (
-                    ("loglikelihoods", [s.loglikelihood for s in output])
-                    if isinstance(output, list)
-                    else ("answer", output)
-                )
-                file.write(to_json(line | {key: content}) + "\n")
+                file.write(to_json(line | _describe_output(output)) + "\n")
     # Without the prompts: another prompt or number of examples asks the same rows.
     identity = compute_digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # The scorer counts a truncated context once for each choice.
     return Result(values, len(items), identity, truncated=min(scorer.truncated - before, len(items)))
+
+
+def _describe_output(output: int | str | list[Score] | list[Attempt]) -> JsonObject:
+    if not isinstance(output, list):
+        return {"answer": output}
+    attempts = [part for part in output if isinstance(part, Attempt)]
+    if attempts:
+        return {"answers": [a.answer for a in attempts], "outcomes": [a.outcome._asdict() for a in attempts]}
+    return {"loglikelihoods": [part.loglikelihood for part in output if isinstance(part, Score)]}
 
 
 def _predict_classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
