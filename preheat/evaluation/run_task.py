@@ -84,13 +84,13 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     return Result(values, len(items), identity, truncated=min(scorer.truncated - before, len(items)))
 
 
-def _describe_output(output: int | str | list[Score] | list[Attempt]) -> JsonObject:
+def _describe_output(output: object) -> JsonObject:
+    """Returns the keys of a row's output: its answer, the outcomes of its programs, or the scores of its choices."""
     if not isinstance(output, list):
         return {"answer": output}
-    attempts = [part for part in output if isinstance(part, Attempt)]
-    if attempts:
-        return {"answers": [a.answer for a in attempts], "outcomes": [a.outcome._asdict() for a in attempts]}
-    return {"loglikelihoods": [part.loglikelihood for part in output if isinstance(part, Score)]}
+    if all(isinstance(part, Attempt) for part in output):
+        return {"answers": [part.answer for part in output], "outcomes": [part.outcome._asdict() for part in output]}
+    return {"loglikelihoods": [score.loglikelihood for score in output]}
 
 
 def _predict_classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:

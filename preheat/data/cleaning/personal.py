@@ -126,10 +126,12 @@ def find_personal_data(text: str, kinds: Sequence[str] = tuple(KINDS)) -> list[O
         ['a.b@example.org']
     """
     occurrences: list[Occurrence] = []
+    covered = bytearray(len(text))
     for kind, searches in KINDS.items():
         for search in searches if kind in kinds else ():
             for start, end in search(text):
-                if all(end <= other.start or start >= other.end for other in occurrences):
+                if not any(covered[start:end]):
+                    covered[start:end] = b"\1" * (end - start)
                     occurrences.append(Occurrence(kind, start, end))
     return sorted(occurrences, key=lambda occurrence: occurrence.start)
 

@@ -287,8 +287,18 @@ def test_luhn_accepts_one_digit_of_ten():
 
 
 def test_search_is_linear_in_hostile_texts():
-    for text in ("a" * 200_000, "a." * 100_000, "1 " * 100_000, "DE12 " * 40_000, "1.1." * 50_000, "2001:" * 40_000):
+    for text in (
+        "a@example.org " * 50_000,
+        "." * 200_000 + "a",
+        "a" * 200_000,
+        "a." * 100_000,
+        "1 " * 100_000,
+        "DE12 " * 40_000,
+        "1.1." * 50_000,
+        "2001:" * 40_000,
+    ):
         assert len(mask_personal_data(text, find_personal_data(text))) <= len(text)
+        TextMeasures(text).measure("sentences")
 
 
 def test_personal_data_is_counted_masked_or_left_out(tmp_path, tokenizer):
@@ -332,6 +342,9 @@ def test_a_stream_is_cleaned_as_stored_data_is(tmp_path, tokenizer):
     one_epoch = itertools.islice((row for _, row in train.read()), len(stored.train))
     assert sequences(one_epoch) == sequences(stored.train.row(n) for n in range(len(stored.train)))
     assert streamed.counts["beginning"]["dropped"] == stored.counts["dropped"]
+    held = write(tmp_path / "held.jsonl", [{"text": sentence(n)} for n in range(5)])
+    without = run(tmp_path, rows, tokenizer, clean, streaming=True, validation=held)
+    assert without.counts["beginning"]["dropped"]["duplicate"] == 30 + 5
     other = run(tmp_path, rows, tokenizer, {**clean, "min_words": 4}, streaming=True)
     assert other.fingerprint != streamed.fingerprint
 
