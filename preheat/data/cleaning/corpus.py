@@ -239,12 +239,14 @@ def clean_sources(
 
     folder, entry = open_entry(root, name, build)
     reasons = [removed["reason"] for removed in entry["values"]["removed"]]
+    # What is decided needs the evaluation data no more, which may be large.
+    masking = replace(cleaner, overlaps=None)
     cleaned = [
         # The decisions about a source depend on the other sources, and so does its key.
         replace(
             source,
             key=lambda key=key: compute_digest(key, name),  # type: ignore[misc]
-            clean=_Decided(np.load(folder / f"source-{number}.npy"), reasons, cleaner),
+            clean=_Decided(np.load(folder / f"source-{number}.npy"), reasons, masking),
         )
         for number, (source, key) in enumerate(zip(sources, keys, strict=True))
     ]
