@@ -154,8 +154,8 @@ def _print(screen: PlainConsole, shown: DataPreview) -> None:
         screen.print(_build_cleaning_table(counts["cleaning"]))
     for overlap in shown.get("overlaps", ()):
         screen.print(Text(escape_control_characters(_format_overlap(overlap))), soft_wrap=True)
-        for row, question, words in overlap["examples"]:
-            line = f"  {row}: “{words}” of {question}"
+        for row, question, shared in overlap["examples"]:
+            line = f"  {row}: “{shared}” of {question}"
             screen.print(Text(escape_control_characters(line), "dim"), soft_wrap=True)
     for line in shown["preflight"]:
         screen.note(line)

@@ -104,8 +104,8 @@ def estimate_pass_at_k(samples: int, passed: int, k: int) -> float:
     It is 1 - C(samples - passed, k) / C(samples, k) (Chen et al. 2021, arXiv:2107.03374, equation 1).
 
     Example:
-        >>> estimate_pass_at_k(5, 1, 1), estimate_pass_at_k(5, 1, 5)
-        (0.2, 1.0)
+        >>> estimate_pass_at_k(4, 1, 1), estimate_pass_at_k(4, 1, 4)
+        (0.25, 1.0)
     """
     assert 1 <= k <= samples, (samples, k)
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)

@@ -164,7 +164,7 @@ def _render_overlaps(overlaps: list[OverlapRecord]) -> str:
             page.text_cell(overlap["name"], f"{overlap['texts']:,} texts, {overlap['short']:,} too short to be found"),
             page.number_cell(f"{overlap['rows']:,}"),
             page.number_cell(f"{overlap['read']:,}"),
-            page.cell("<br>".join(escape(f"{row}: {words} ({of})", LONG) for row, of, words in overlap["examples"])),
+            page.cell("<br>".join(escape(f"{row}: {shared} ({of})", LONG) for row, of, shared in overlap["examples"])),
         )
         for overlap in overlaps
     ]

@@ -105,7 +105,7 @@ class RowCleaner:
             # The values are not repeated in messages, which the run's folder keeps.
             return Removal(PERSONAL, "holds " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
         if self.overlaps is not None and (overlap := self.overlaps.find(document.text)):
-            return Removal(OVERLAP, f"shares “{shorten(overlap.words, 120)}” with {overlap.where}")
+            return Removal(OVERLAP, f"shares “{shorten(overlap.sequence, 120)}” with {overlap.where}")
         return None
 
     def stream(self, documents: Iterable[Document]) -> Iterator[Document]:
@@ -369,5 +369,5 @@ def find_overlaps(streams: Sequence[Stream], names: Sequence[str], size: int, *,
                 if overlap := index.find(document.text):
                     record["rows"] += 1
                     if len(record["examples"]) < _EXAMPLES:
-                        record["examples"].append([document.where, overlap.where, shorten(overlap.words, _LONGEST)])
+                        record["examples"].append([document.where, overlap.where, shorten(overlap.sequence, _LONGEST)])
     return records

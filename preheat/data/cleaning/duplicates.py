@@ -38,8 +38,8 @@ def make_shingles(text: str) -> set[str]:
         >>> sorted(make_shingles("A b c, d e f."))
         ['a b c d e', 'b c d e f']
     """
-    words = split_words(text)
-    return {" ".join(words[start : start + SHINGLE]) for start in range(max(len(words) - SHINGLE, 0) + 1)}
+    word_list = split_words(text)
+    return {" ".join(word_list[start : start + SHINGLE]) for start in range(max(len(word_list) - SHINGLE, 0) + 1)}
 
 
 class Duplicate(NamedTuple):

@@ -34,7 +34,7 @@ def split_words(text: str) -> list[str]:
 class Overlap(NamedTuple):
     """Words that a row shares with evaluation data, and the place of the latter."""
 
-    words: str
+    sequence: str
     where: str
 
 
@@ -50,7 +50,7 @@ class OverlapIndex:
         >>> index = OverlapIndex(size=8)
         >>> index.add("q.jsonl:1", "One two three four five six seven eight, nine.")
         >>> index.find("He said: two three four five six seven eight nine!")
-        Overlap(words='two three four five six seven eight nine', where='q.jsonl:1')
+        Overlap(sequence='two three four five six seven eight nine', where='q.jsonl:1')
     """
 
     size: int
@@ -61,25 +61,25 @@ class OverlapIndex:
 
     def add(self, where: str, text: str) -> None:
         """Adds a text of the evaluation data."""
-        words = split_words(text)
+        word_list = split_words(text)
         self.texts += 1
-        if len(words) < FEWEST:
+        if len(word_list) < FEWEST:
             self.short += 1
             return
-        size = min(self.size, len(words))
+        size = min(self.size, len(word_list))
         sequences = self._sequences.setdefault(size, {})
-        for start in range(len(words) - size + 1):
-            sequences.setdefault(" ".join(words[start : start + size]), where)
-        self._vocabulary.update(words)
+        for start in range(len(word_list) - size + 1):
+            sequences.setdefault(" ".join(word_list[start : start + size]), where)
+        self._vocabulary.update(word_list)
 
     def find(self, text: str) -> Overlap | None:
         """Returns the first sequence of a row that evaluation data has, too; None if there is none."""
-        words, known = split_words(text), 0
-        for stop, word in enumerate(words, 1):
+        word_list, known = split_words(text), 0
+        for stop, word in enumerate(word_list, 1):
             # Only as many consecutive words of the evaluation data can be one of its sequences.
             known = known + 1 if word in self._vocabulary else 0
             for size, sequences in self._sequences.items():
-                if known >= size and (sequence := " ".join(words[stop - size : stop])) in sequences:
+                if known >= size and (sequence := " ".join(word_list[stop - size : stop])) in sequences:
                     return Overlap(sequence, sequences[sequence])
         return None
 

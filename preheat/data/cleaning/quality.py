@@ -115,12 +115,12 @@ class TextMeasures:
         """Returns the value of a rule's measure, the rule's name without `min_` or `max_`."""
         kind, _, size = name.rpartition("_")
         if size.endswith("gram"):
-            words = int(size.removesuffix("gram"))
-            return self._top_gram(words) if kind == "top" else self._repeated_grams(words)
+            length = int(size.removesuffix("gram"))
+            return self._top_gram(length) if kind == "top" else self._repeated_grams(length)
         return _MEASURES[name](self)
 
     @functools.cached_property
-    def words(self) -> list[str]:
+    def word_list(self) -> list[str]:
         return self.text.split()
 
     @functools.cached_property
@@ -133,12 +133,12 @@ class TextMeasures:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        return [len(word) for word in self.words]
+        return [len(word) for word in self.word_list]
 
     def ratio_of_symbols(self) -> float:
         """Returns the larger of hash signs and ellipses per word."""
         ellipses = self.text.count("...") + self.text.count("…")
-        return max(self.text.count("#"), ellipses) / max(len(self.words), 1)
+        return max(self.text.count("#"), ellipses) / max(len(self.word_list), 1)
 
     def share_of_lines(self, is_counted: Callable[[str], bool]) -> float:
         """Returns the fraction of lines for which `is_counted` is true."""
@@ -155,9 +155,9 @@ class TextMeasures:
     def _cover_repeated(self, size: int) -> float:
         """Returns the fraction of characters in sequences of `size` words that occurred before; overlaps count once."""
         seen: set[tuple[str, ...]] = set()
-        covered = bytearray(len(self.words))
-        for start in range(len(self.words) - size + 1):
-            gram = tuple(self.words[start : start + size])
+        covered = bytearray(len(self.word_list))
+        for start in range(len(self.word_list) - size + 1):
+            gram = tuple(self.word_list[start : start + size])
             if gram in seen:
                 covered[start : start + size] = b"\1" * size
             seen.add(gram)
@@ -165,14 +165,14 @@ class TextMeasures:
 
     def _top_gram(self, size: int) -> float:
         """Returns the fraction of characters in the most frequent sequence of `size` words; 0 if none repeats."""
-        grams = [tuple(self.words[start : start + size]) for start in range(len(self.words) - size + 1)]
+        grams = [tuple(self.word_list[start : start + size]) for start in range(len(self.word_list) - size + 1)]
         counts = Counter(grams)
         most = max(counts.values(), default=0)
         if most < 2:
             return 0.0
         # Of equally frequent ones the longest, as the rule is about characters.
         top = max((gram for gram, count in counts.items() if count == most), key=lambda gram: sum(map(len, gram)))
-        covered = bytearray(len(self.words))
+        covered = bytearray(len(self.word_list))
         for start, gram in enumerate(grams):
             if gram == top:
                 covered[start : start + size] = b"\1" * size
@@ -203,13 +203,13 @@ def _has_letter(word: str) -> bool:
 
 
 _MEASURES: dict[str, Callable[[TextMeasures], float]] = {
-    "words": lambda text: len(text.words),
-    "mean_word_length": lambda text: sum(text.lengths) / max(len(text.words), 1),
+    "words": lambda text: len(text.word_list),
+    "mean_word_length": lambda text: sum(text.lengths) / max(len(text.word_list), 1),
     "symbols": TextMeasures.ratio_of_symbols,
     "bullet_lines": lambda text: text.share_of_lines(lambda line: line.startswith(_BULLETS)),
     "ellipsis_lines": lambda text: text.share_of_lines(lambda line: line.endswith(_ELLIPSES)),
-    "alphabetic_words": lambda text: sum(map(_has_letter, text.words)) / max(len(text.words), 1),
-    "stop_words": lambda text: len(STOP_WORDS.intersection(word.lower() for word in text.words)),
+    "alphabetic_words": lambda text: sum(map(_has_letter, text.word_list)) / max(len(text.word_list), 1),
+    "stop_words": lambda text: len(STOP_WORDS.intersection(word.lower() for word in text.word_list)),
     "repeated_lines": lambda text: _share_repeated(text.lines, _one),
     "repeated_line_chars": lambda text: _share_repeated(text.lines, len),
     "repeated_paragraphs": lambda text: _share_repeated(text.paragraphs, _one),
