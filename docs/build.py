@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from preheat.core import Technique, registry
+from preheat.core.schema import Clean
 from preheat.models.presets import PRESETS, needs
 from preheat.recipe import Recipe, build_json_schema, field_docs
 
@@ -240,6 +241,8 @@ def recipe_page() -> str:
             part = nested[field.name]
             assert isinstance(part, type)
             lines += [(part.__doc__ or "").strip(), "", *settings(part), ""]
+        if field.name == "data":
+            lines += ["### data.clean", "", inspect.cleandoc(Clean.__doc__ or ""), "", *settings(Clean), ""]
     return "\n".join(lines)
 
 

@@ -12,8 +12,10 @@ from preheat.cli.options.recipe_argument import load_recipe
 from preheat.cli.views.console import From, Json, RecipeArgument, Set
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from preheat.cli.views.output import PlainConsole
-    from preheat.core.data_record import DataPreview
+    from preheat.core.data_record import CleaningRecord, DataPreview, OverlapRecord
 
 __all__ = ["data"]
 
@@ -26,24 +28,45 @@ def data(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page with all of this.")
     ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--against",
+            metavar="FILE|TASK",
+            help=(
+                "Count training rows that share 13 words with evaluation data: a file, or a task as in `preheat eval "
+                "--tasks` (NAME=FILE, FILE.yaml). Repeatable; data.clean.against leaves such rows out."
+            ),
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show a recipe's data as the model will see it, with the trained tokens marked, and the findings of the checks.
 
-    Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check failed.
+    Example: `preheat data my.yaml --rows 5 --html data.html`, `preheat data my.yaml --against humaneval.jsonl`. Exit
+    code 4: a check failed.
     """
     # Reports recipe errors before torch is imported, which takes seconds.
     chosen = load_recipe(recipe, "data", set, foreign=ForeignOptions(from_))
     from preheat import report
     from preheat.cli.views.console import build_console, emit
+    from preheat.data.cleaning.corpus import find_overlaps
+    from preheat.data.cleaning.overlap import open_evaluation_texts
     from preheat.data.preview import build_preview
     from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import DataError
     from preheat.planning.plan_request import data_of
+    from preheat.recipe.validate import read_clean
 
+    # Reports a missing file before all rows are read.
+    for name in against or ():
+        open_evaluation_texts(name, knob="--against")
     # Data that training would refuse is shown all the same: this command is for finding out why.
     prepared = data_of(chosen, refuse=False)
     shown = build_preview(prepared, chosen.name, rows=rows, seed=chosen.seed)
+    if against:
+        size = read_clean(chosen.data).overlap_words
+        shown["overlaps"] = find_overlaps(prepared.streams, against, size, knob="--against")
     page = report.write_data(shown, html) if html else None
     if json:
         emit({**shown, "page": str(page) if page else None})
@@ -127,7 +150,37 @@ def _print(screen: PlainConsole, shown: DataPreview) -> None:
         upto = f"{bar['from']:,} to {bar['to']:,}" if bar["to"] else f"{bar['from']:,} or more"
         bars.add_row(f"  {upto}", f"{bar['count']:,}", Text("█" * round(36 * bar["count"] / max(most, 1)), "cyan"))
     screen.print(bars)
+    if "cleaning" in counts:
+        screen.print(_build_cleaning_table(counts["cleaning"]))
+    for overlap in shown.get("overlaps", ()):
+        screen.print(Text(escape_control_characters(_format_overlap(overlap))), soft_wrap=True)
+        for row, question, shared in overlap["examples"]:
+            line = f"  {row}: “{shared}” of {question}"
+            screen.print(Text(escape_control_characters(line), "dim"), soft_wrap=True)
     for line in shown["preflight"]:
         screen.note(line)
     if not shown["preflight"] and not shown["blocked"]:
         screen.print("the checks before training found nothing")
+
+
+def _build_cleaning_table(cleaning: CleaningRecord) -> Table:
+    """Returns the rows that each reason of `data.clean` left out, and the personal data."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from preheat.report import list_cleaning
+    from preheat.sanitize import escape_control_characters
+
+    table = Table("data.clean", "threshold", "rows", "example", box=None, pad_edge=False)
+    for line in list_cleaning(cleaning):
+        reason, threshold, rows, example = (Text(escape_control_characters(cell)) for cell in line)
+        table.add_row(reason, threshold, rows, example)
+    return table
+
+
+def _format_overlap(overlap: OverlapRecord) -> str:
+    short = f"; {overlap['short']:,} are too short to be found (fewer than 8 words)" if overlap["short"] else ""
+    return (
+        f"against {overlap['name']}: {overlap['rows']:,} of {overlap['read']:,} training rows share words with its "
+        f"{overlap['texts']:,} texts{short}"
+    )

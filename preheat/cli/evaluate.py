@@ -109,6 +109,7 @@ def evaluate(
     """
     from preheat.cli.views.console import build_console, emit
     from preheat.errors import RecipeError
+    from preheat.evaluation.execution import require_sandbox_for
     from preheat.evaluation.lm_eval import require_harness
     from preheat.evaluation.run_evaluator import compute_differences
     from preheat.evaluation.tasks import find_tasks
@@ -129,6 +130,7 @@ def evaluate(
         chosen = replace_prompts(chosen, prompt)
     if any(isinstance(task, str) for task in chosen):
         require_harness()
+    require_sandbox_for(chosen, knob="--tasks")
     # Emptied here, since each task appends its rows.
     if samples is not None:
         _create_samples_file(samples)

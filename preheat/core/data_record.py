@@ -7,13 +7,17 @@ from typing import Literal, NotRequired, TypedDict
 __all__ = [
     "AccountRecord",
     "Bar",
+    "CleaningRecord",
     "DataCounts",
     "DataPreview",
     "DataSummary",
     "ExampleDocument",
     "ExampleSequence",
     "Lengths",
+    "OverlapRecord",
     "PackingRecord",
+    "PersonalRecord",
+    "RemovalRecord",
     "SideRecord",
     "SourceRecord",
 ]
@@ -59,10 +63,57 @@ class SideRecord(TypedDict):
     duplicates: NotRequired[int]
 
 
+class RemovalRecord(TypedDict):
+    """A reason of `data.clean` to leave out rows, its threshold as text, and (place, message) of the first rows."""
+
+    reason: str
+    threshold: str
+    rows: int
+    examples: list[list[str]]
+
+
+class PersonalRecord(TypedDict):
+    """Rows with personal data of a kind, its occurrences, and the places of the first rows."""
+
+    rows: int
+    count: int
+    examples: list[str]
+
+
+class CleaningRecord(TypedDict):
+    """Results of `data.clean`.
+
+    `removed`: every active reason, with 0 rows too, in the order in which they are examined: a row counts for the first
+    one. `personal`: by kind; None if it is not searched for. `short_texts`: texts of the evaluation data, of
+    `evaluation_texts`, that are too short to be found.
+    """
+
+    read: int
+    removed: list[RemovalRecord]
+    personal: dict[str, PersonalRecord] | None
+    personal_data: Literal["keep", "count", "drop", "mask"]
+    short_texts: int
+    evaluation_texts: int
+
+
+class OverlapRecord(TypedDict):
+    """Rows that share words with evaluation data, of those `read`; `texts`: its texts, `short`: too short to be found.
+
+    `examples`: (place of the row, place in the evaluation data, shared words).
+    """
+
+    name: str
+    texts: int
+    short: int
+    read: int
+    rows: int
+    examples: list[list[str]]
+
+
 class DataCounts(TypedDict, total=False):
     """Counts of prepared data; of a streamed source only `validation` and `beginning`, the account of its first rows.
 
-    `repeated`: a source has a weight above 1.
+    `repeated`: a source has a weight above 1; `cleaning`: only with `data.clean`.
     """
 
     read: int
@@ -72,6 +123,7 @@ class DataCounts(TypedDict, total=False):
     train: SideRecord
     validation: SideRecord
     beginning: AccountRecord
+    cleaning: CleaningRecord
 
 
 class DataSummary(TypedDict):
@@ -138,3 +190,4 @@ class DataPreview(DataSummary):
     packing: PackingRecord
     examples: list[ExampleSequence]
     name: str
+    overlaps: NotRequired[list[OverlapRecord]]

@@ -110,6 +110,9 @@ class Data:
     the text, 1 % of tokens unknown to the tokenizer, 5 % of validation rows that nearly occur in training, 10 % of
     examples cut within their answers; generation_prompt and earlier_turns only warn; all others fail at any
     occurrence."""
+    clean: Mapping[str, Any] = field(default_factory=dict)
+    """Rows that are left out before training, with counts, e.g. {duplicates: near, filters: [gopher], personal_data:
+    mask, against: [humaneval.jsonl]}. Nothing by default."""
     subset: str | None = None
     """Configuration name of a `datasets` source."""
     split: str = "train"
@@ -159,6 +162,114 @@ class Data:
         # `weight` is no field of `Data`; what remains overrides this section's fields for one source.
         weights = [float(part.pop("weight", 1)) for part in listed]
         return [(replace(self, **part), weight) for part, weight in zip(listed, weights, strict=True)]
+
+
+Threshold = Fraction | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clean:
+    """The keys of the recipe's `data.clean`: duplicates, quality filters, evaluation data and personal data.
+
+    A threshold sets or overrides one of `filters`; `min_...: 0` and `max_...: 1` switch one off.
+    """
+
+    duplicates: Literal["keep", "exact", "near"] = "keep"
+    """exact: rows that equal an earlier one except for white space are left out; near: also rows that are similar to an
+    earlier one (MinHash-LSH; needs `pip install 'preheat[clean]'`). Training rows that are duplicates of validation
+    rows are left out of training."""
+    similarity: Annotated[float, Bound(0.3, 1)] = 0.8
+    """near: smallest Jaccard similarity of two rows' sets of 5-word sequences that makes them duplicates."""
+    filters: tuple[Literal["gopher", "gopher_repetition", "c4"], ...] = ()
+    """Published quality rules: gopher and gopher_repetition (Rae et al. 2021, arXiv:2112.11446, table A1), c4 (Raffel
+    et al. 2020, arXiv:1910.10683). Those with stop words are for English."""
+    min_words: NonNegativeInt | None = None
+    """Smallest number of words (gopher: 50)."""
+    max_words: Count | None = None
+    """Largest number of words (gopher: 100,000)."""
+    min_mean_word_length: NonNegative | None = None
+    """Smallest mean number of characters of a word (gopher: 3)."""
+    max_mean_word_length: NonNegative | None = None
+    """Largest mean number of characters of a word (gopher: 10)."""
+    max_symbols: Threshold = None
+    """Largest ratio of hash signs, and of ellipses, to words (gopher: 0.1)."""
+    max_bullet_lines: Threshold = None
+    """Largest fraction of lines that begin with a bullet point (gopher: 0.9)."""
+    max_ellipsis_lines: Threshold = None
+    """Largest fraction of lines that end with an ellipsis (gopher: 0.3)."""
+    min_alphabetic_words: Threshold = None
+    """Smallest fraction of words with a letter (gopher: 0.8)."""
+    min_stop_words: Annotated[int, Bound(0, 8)] | None = None
+    """Smallest number of different words of: the, be, to, of, and, that, have, with (gopher: 2)."""
+    max_repeated_lines: Threshold = None
+    """Largest fraction of lines that occurred before in the row (gopher_repetition: 0.3)."""
+    max_repeated_line_chars: Threshold = None
+    """The same as a fraction of the characters (gopher_repetition: 0.2)."""
+    max_repeated_paragraphs: Threshold = None
+    """Largest fraction of paragraphs that occurred before in the row (gopher_repetition: 0.3)."""
+    max_repeated_paragraph_chars: Threshold = None
+    """The same as a fraction of the characters (gopher_repetition: 0.2)."""
+    max_top_2gram: Threshold = None
+    """Largest fraction of the characters of words that are in the row's most frequent pair of words, if it repeats
+    (gopher_repetition: 0.2)."""
+    max_top_3gram: Threshold = None
+    """The same for three words (gopher_repetition: 0.18)."""
+    max_top_4gram: Threshold = None
+    """The same for four words (gopher_repetition: 0.16)."""
+    max_repeated_5gram: Threshold = None
+    """Largest fraction of the characters of words that are in five consecutive words that occurred before
+    (gopher_repetition: 0.15)."""
+    max_repeated_6gram: Threshold = None
+    """The same for six words (gopher_repetition: 0.14)."""
+    max_repeated_7gram: Threshold = None
+    """The same for seven words (gopher_repetition: 0.13)."""
+    max_repeated_8gram: Threshold = None
+    """The same for eight words (gopher_repetition: 0.12)."""
+    max_repeated_9gram: Threshold = None
+    """The same for nine words (gopher_repetition: 0.11)."""
+    max_repeated_10gram: Threshold = None
+    """The same for ten words (gopher_repetition: 0.1)."""
+    min_sentences: NonNegativeInt | None = None
+    """Smallest number of sentences (c4: 3)."""
+    banned_texts: tuple[str, ...] | None = None
+    """Rows with one of these texts, in upper or lower case, are left out (c4: lorem ipsum, and a curly bracket)."""
+    against: tuple[str, ...] = ()
+    """Evaluation data: rows that share `overlap_words` consecutive words with it are left out. Files of rows or text,
+    or tasks as in `preheat eval --tasks`: NAME=FILE, FILE.yaml."""
+    overlap_words: Annotated[int, Bound(8, 100)] = 13
+    """against: length of the overlap in words (13 in GPT-3: Brown et al. 2020, arXiv:2005.14165). Texts of 8 words or
+    more that are shorter than this must occur as a whole."""
+    personal_data: Literal["keep", "count", "drop", "mask"] = "keep"
+    """E-mail addresses, telephone numbers, IP addresses, card numbers and IBANs: count them, leave such rows out, or
+    replace each by its kind, such as <EMAIL>. keep: they are not searched for."""
+    personal_kinds: tuple[Literal["email", "phone", "ip", "card", "iban"], ...] = (
+        *("email", "phone", "ip", "card", "iban"),
+    )
+    """Kinds of personal data to search for."""
+
+    @property
+    def is_active(self) -> bool:
+        """True if rows are read for cleaning."""
+        return self != Clean()
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Returns settings that contradict each other or change nothing, as (key, message)."""
+        default, problems = Clean(), []
+        if self.similarity != default.similarity and self.duplicates != "near":
+            problems.append(("similarity", f"{self.similarity:g} is for duplicates: near; set it, or leave it out"))
+        if self.overlap_words != default.overlap_words and not self.against:
+            problems.append(("overlap_words", f"{self.overlap_words} needs against: [FILE]; add it, or leave it out"))
+        if self.personal_kinds != default.personal_kinds and self.personal_data == "keep":
+            problems.append(("personal_kinds", "needs personal_data: count, drop or mask; add it, or leave it out"))
+        if not self.personal_kinds:
+            problems.append(("personal_kinds", "names no kind; leave it out, or set personal_data: keep"))
+        for less, more in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
+            low, high = getattr(self, less), getattr(self, more)
+            if low is not None and high is not None and low > high:
+                problems.append((less, f"{low:g} is above {more} {high:g}, so that no row is left; lower it"))
+        if self.banned_texts is not None and not all(text.strip() for text in self.banned_texts):
+            problems.append(("banned_texts", "has an empty text, which is in every row; remove it"))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)

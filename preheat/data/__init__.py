@@ -11,6 +11,7 @@ chat/builtin_templates.py  the built-in chat templates
 tokenizer.py               the model's tokenizer, or a byte-level BPE trained here
 cache.py                   folders keyed by content; damaged ones are rebuilt
 split.py                   train/validation split by content hash
+cleaning/                  duplicates, quality rules, overlap with evaluation data, personal data
 row_account.py             what became of each row: trained on, held out, left out for a reason
 preflight.py               named checks of the data, which block training or warn
 preflight_corpus.py        checks that need the whole corpus

@@ -29,6 +29,7 @@ class Document(NamedTuple):
         label: class of the example, or 1 for a liked and 0 for a disliked answer; None for neither.
         where: file and row, for messages.
         images: images of the document, in order.
+        removed: reason for which `data.clean` leaves the row out; it then has no sequences.
         notes: (check, message) pairs for `preflight`. A row that cannot be read has notes and no sequences.
     """
 
@@ -38,6 +39,7 @@ class Document(NamedTuple):
     where: str = ""
     notes: tuple[tuple[str, str], ...] = ()
     images: tuple[ImageRef, ...] = ()
+    removed: str = ""
 
     @classmethod
     def of(cls, text: str, prompt: str | None = None, where: str = "") -> Document:
@@ -60,3 +62,8 @@ class Document(NamedTuple):
     def trained_text(self) -> str:
         """The text of the trained spans."""
         return "".join(piece.text for sequence in self.sequences for piece in sequence if piece.trained)
+
+    @property
+    def has_target(self) -> bool:
+        """True if there is text to train on, or a label: documents of classes have no trained text."""
+        return bool(self.trained_text.strip()) or self.label is not None

@@ -14,8 +14,10 @@ import numpy as np
 from preheat.cache_folder import cache_folder
 from preheat.core import Vision
 from preheat.core.run_records import DataRecord
+from preheat.core.schema import Clean
 from preheat.data.cache import open_entry
 from preheat.data.chat.template import Template, load_template
+from preheat.data.cleaning.corpus import RowCleaner, clean_sources
 from preheat.data.document import Document
 from preheat.data.packing import Rows, Tokens
 from preheat.data.preflight import Findings, Verdict, judge, merge_findings, refuse_unknown
@@ -37,11 +39,12 @@ from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_
 from preheat.data.vision_inputs import ImageProcessor
 from preheat.errors import DataError
 from preheat.recipe import Data
+from preheat.recipe.validate import read_clean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from preheat.core.data_record import DataCounts, SideRecord
+    from preheat.core.data_record import CleaningRecord, DataCounts, SideRecord
     from preheat.core.json_types import JsonObject
     from preheat.data.tokenize_corpus import TokenCounts
 
@@ -73,8 +76,8 @@ class PreparedData:
             and the keys of `RowAccount.record`, "repeated": a source's weight repeats its documents}. Each side has
             documents (in rows; repeated ones count once), the tokens in its rows, rows, trained (labels), efficiency
             (fraction of positions that are not padding), truncated and no_room (examples), longer (than a row), cut
-            (examples in rows that lose trained tokens) and duplicates. Of a streamed source only "validation", and
-            "beginning": the `RowAccount` of its first rows.
+            (examples in rows that lose trained tokens) and duplicates. With `data.clean`: "cleaning". Of a streamed
+            source only "validation", and "beginning": the `RowAccount` of its first rows.
         fingerprint: content hash of everything that decides the rows; checkpoints carry it.
         layout: layout of the rows, of the first source if there are several.
         classes: names of the classes, in order; empty without classes.
@@ -168,7 +171,7 @@ def prepare(
 
     Raises:
         DataError: the data has an error; the message names the file and the row.
-        RecipeError: `data.preflight` names an unknown check.
+        RecipeError: `data.preflight` names an unknown check, or `data.clean` has an unknown key or a wrong value.
 
     Example:
         >>> prepared = prepare(Data(source="stdlib"), length=256, seed=0)  # doctest: +SKIP
@@ -177,10 +180,12 @@ def prepare(
     """
     # Errors of the recipe first: everything else reads files.
     refuse_unknown(data.preflight)
+    clean = read_clean(data)
     # From sources to rows: open, decide how to encode, tokenize and pack, check.
     root, say = cache or cache_folder(), progress or (lambda what, done, total: None)
     opened = _open_sources(data, tokenizer, add_tokens, vision, processor, knob)
     say("reading validation" if opened.validation else "reading", 0, None)
+    cleaning = _clean(opened, clean, root, say, streaming=data.streaming)
     encoding = _prepare_encoding(data, opened, root, say)
     # A streamed source is too large or too remote to tokenize first: training does that as it reads.
     if data.streaming:
@@ -208,6 +213,8 @@ def prepare(
         ],
         "repeated": any(source.weight > 1 for source in opened.sources),
     }
+    if cleaning is not None:
+        counts["cleaning"] = cleaning
     for side, rows in packed.rows.items():
         lost = int(used[side][cut[side]].sum())
         documents = total["trained_on"] if side == "train" else total["held_out"]
@@ -242,6 +249,7 @@ class _Opened:
         tokenizer: None if one is to be trained on the sources.
         images: the model's image processor; None for a text-only model.
         share: fraction of the documents that goes to validation; 0 if validation has a source of its own.
+        cleaner: cleans rows of streamed sources as they are read; None if nothing is cleaned, or it is done already.
     """
 
     sources: list[Source]
@@ -251,6 +259,7 @@ class _Opened:
     packing: Literal["stream", "whole"]
     share: float
     notes: list[str]
+    cleaner: RowCleaner | None = None
 
 
 @dataclass
@@ -342,6 +351,28 @@ def _open_sources(
     return _Opened(sources, validation, tokenizer, images, packing, share, notes)
 
 
+def _clean(opened: _Opened, clean: Clean, root: Path, say: Progress, *, streaming: bool) -> CleaningRecord | None:
+    """Applies `data.clean` to the sources in place; returns its counts, which a stream does not have beforehand."""
+    if not clean.is_active:
+        return None
+    if not streaming:
+        opened.sources, record = clean_sources(opened.sources, opened.validation, opened.share, clean, root, say)
+        return record
+    cleaner = RowCleaner.of(clean)
+    if opened.validation and clean.duplicates != "keep":
+        cleaner = replace(cleaner, known=_hash_all(opened.validation))
+    opened.cleaner, key = cleaner, cleaner.key()
+    opened.sources = [
+        replace(source, key=lambda of=source.key: compute_digest(of(), key))  # type: ignore[misc]
+        for source in opened.sources
+    ]
+    return None
+
+
+def _hash_all(source: Source) -> frozenset[str]:
+    return frozenset(hash_content(document) for document in source.read() if document.sequences)
+
+
 def _load_image_processor(
     data: Data, tokenizer: PreTrainedTokenizerFast | None, vision: Vision, processor: JsonObject | None
 ) -> ImageProcessor:
@@ -373,7 +404,7 @@ def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) ->
     """Decides the split and the tokenizer, which it trains if there is none, and checks template and prompts."""
     sources, validation = opened.sources, opened.validation
     # Documents of the validation source are left out of training by their content.
-    held_out = frozenset(hash_content(d) for d in validation.read() if d.sequences) if validation else frozenset()
+    held_out = _hash_all(validation) if validation else frozenset[str]()
     split = Split(opened.share, held_out)
     # Everything that decides the documents and their side; the key of the tokens adds the tokenizer.
     content = compute_digest(
@@ -636,7 +667,8 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
         # `apply` counts the dropped rows in it and the loop the others: the sum is the number of rows read.
         dropped = Counter[str]()
         # Rows behind these are checked one by one as they are read (`StreamRows`).
-        beginning = list(split.apply(itertools.islice(source.read(), STREAM_LOOK), dropped, findings))
+        documents = opened.cleaner.stream(source.read()) if opened.cleaner is not None else source.read()
+        beginning = list(split.apply(itertools.islice(documents, STREAM_LOOK), dropped, findings))
         own = _account_streamed_rows(beginning, dropped, encoder, length, packing)
         if no_room := own.left_out.get(LeftOut.NO_ROOM):
             notes.append(
@@ -648,7 +680,7 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
     verdict.refuse()
     # Opened again by the process that reads them, so only settings are stored.
     streamed = tuple(
-        StreamedSource(part, source.layout, weight)
+        StreamedSource(part, source.layout, weight, opened.cleaner)
         for (part, weight), source in zip(data.parts(), sources, strict=True)
     )
     train = StreamRows(streamed, split, encoder, length, packing, seed)

@@ -15,7 +15,7 @@ __all__ = ["LeftOut", "RowAccount"]
 
 
 class LeftOut(StrEnum):
-    """Reasons to leave out a row, besides the checks of `preflight.CHECKS` that its fields or its template fail."""
+    """Reasons to leave out a row, besides the checks of `preflight.CHECKS` and the rules of `data.clean`."""
 
     EMPTY = "empty"
     UNTRAINED = "untrained"
@@ -34,7 +34,7 @@ class RowAccount:
     Attributes:
         read: rows that were read.
         trained_on, held_out: rows of the training and of the validation sequences.
-        left_out: {reason: rows}; a reason is a `LeftOut` or the name of a check.
+        left_out: {reason: rows}; a reason is a `LeftOut`, the name of a check, or a rule of `data.clean`.
 
     Example:
         >>> account = RowAccount(4, trained_on=2, held_out=0, left_out={LeftOut.NO_ROOM: 2})

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Source", "compute_digest", "open_source"]
+__all__ = ["Source", "compute_digest", "hash_files", "open_source"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
@@ -59,6 +59,7 @@ class Source:
         rows: returns a lazy iterator over (where, row) from the first row.
         count: number of rows, if known before reading.
         weight: how often its documents are read in an epoch.
+        clean: returns the document of a row's number as `data.clean` leaves it; None: as it is.
     """
 
     description: str
@@ -69,6 +70,7 @@ class Source:
     weight: float = 1.0
     left: str = ""
     """Description of the files in its folder that are not read."""
+    clean: Callable[[int, Document], Document] | None = None
 
     @property
     def paired(self) -> bool:
@@ -77,8 +79,9 @@ class Source:
 
     def read(self, start: int = 0) -> Iterator[Document]:
         """Yields the documents from row `start` on."""
-        for where, row in itertools.islice(self.rows(), start, None):
-            yield self.layout.document(row, where)
+        for number, (where, row) in enumerate(itertools.islice(self.rows(), start, None), start):
+            document = self.layout.document(row, where)
+            yield document if self.clean is None else self.clean(number, document)
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def _read_path(knob: str, path: Path, data: Data) -> _Raw:
     return _Raw(
         description,
         # Cut and uncut files give other documents, so they need other keys.
-        lambda: _hash_files(files) + (" whole" if uncut else ""),
+        lambda: hash_files(files) + (" whole" if uncut else ""),
         lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=uncut) for f in files),
         read_columns(files[0]),
         folder=path if path.is_dir() else path.parent,
@@ -241,7 +244,8 @@ def _read_url(knob: str, url: str, data: Data) -> _Raw:
     return replace(raw, description=raw.description.replace(str(path), url))
 
 
-def _hash_files(files: Iterable[Path]) -> str:
+def hash_files(files: Iterable[Path]) -> str:
+    """Returns a hash of the content of files."""
     # Content only, no paths: a data set that was moved or copied keeps its cached tokens.
     hasher = hashlib.blake2b(digest_size=16)
     for path in files:
@@ -293,7 +297,7 @@ def _read_stdlib() -> _Raw:
     description = (
         f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
     )
-    return _Raw(description, lambda: _hash_files(files), lambda _: _iterate_stdlib(files), count=len(files))
+    return _Raw(description, lambda: hash_files(files), lambda _: _iterate_stdlib(files), count=len(files))
 
 
 def _read_docstrings() -> _Raw:
@@ -311,7 +315,7 @@ def _read_docstrings() -> _Raw:
     return _Raw(
         description,
         # 1 is the version of `_iterate_docstrings`.
-        lambda: compute_digest("docstrings", 1, _hash_files(files)),
+        lambda: compute_digest("docstrings", 1, hash_files(files)),
         lambda _: ((f"pair {n}", pair) for n, pair in enumerate(every(), 1)),
         ["prompt", "completion"],
     )

@@ -13,7 +13,7 @@ from preheat.data.document import Document
 from preheat.data.preflight import Findings
 from preheat.data.row_account import LeftOut
 
-__all__ = ["Side", "Split", "iterate_chunks", "hash_content", "hash_letters"]
+__all__ = ["Side", "Split", "iterate_chunks", "hash_content", "hash_letters", "hash_letters_of"]
 
 Side = Literal["train", "validation"]
 
@@ -32,7 +32,19 @@ def hash_content(document: Document) -> str:
 
 def hash_letters(document: Document) -> int:
     """Returns a 64-bit hash of the letters and digits, ignoring case."""
-    letters = "\0".join((_BETWEEN_WORDS.sub("", document.text).casefold(), *(image.path for image in document.images)))
+    return _hash_64("\0".join((_strip_to_letters(document.text), *(image.path for image in document.images))))
+
+
+def hash_letters_of(text: str) -> int:
+    """Returns a 64-bit hash of the letters and digits of a text, ignoring case."""
+    return _hash_64(_strip_to_letters(text))
+
+
+def _strip_to_letters(text: str) -> str:
+    return _BETWEEN_WORDS.sub("", text).casefold()
+
+
+def _hash_64(letters: str) -> int:
     return int.from_bytes(hashlib.blake2b(letters.encode("utf-8"), digest_size=8).digest(), "little")
 
 
@@ -55,14 +67,16 @@ class Split:
         """Yields each document with its side and content hash, and counts the omitted ones by reason in `dropped`."""
         findings = Findings() if findings is None else findings
         for document in documents:
+            if document.removed:
+                dropped[document.removed] += 1
+                continue
             for check, message in document.notes:
                 findings.add(check, document.where, message)
             if not document.sequences:
                 # An unreadable row has a single note: the check that it failed.
                 dropped[document.notes[-1][0]] += 1
                 continue
-            # Documents of classes have no trained text, only a label.
-            if not document.trained_text.strip() and document.label is None:
+            if not document.has_target:
                 if document.complete:
                     findings.add("untrained", document.where, "nothing in it is trained on")
                 dropped[LeftOut.UNTRAINED if document.complete else LeftOut.EMPTY] += 1
@@ -73,8 +87,12 @@ class Split:
                 findings.add("validation", document.where, "is in the validation data too")
                 dropped[LeftOut.IN_VALIDATION] += 1
                 continue
-            # The first 64 bits of a hash are a uniform number, so a document's side is independent of all others.
-            yield ("validation" if int(mark[:16], 16) < self.share * 2**64 else "train"), mark, document
+            yield self.choose_side(mark), mark, document
+
+    def choose_side(self, mark: str) -> Side:
+        """Returns the side of a document with this content hash."""
+        # The first 64 bits of a hash are a uniform number, so a document's side is independent of all others.
+        return "validation" if int(mark[:16], 16) < self.share * 2**64 else "train"
 
 
 def iterate_chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, str, Document]]]:

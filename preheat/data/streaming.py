@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from preheat.data.cleaning.corpus import RowCleaner
 from preheat.data.document import Document
 from preheat.data.packing import RowData, Rows, Tokens, permutation
 from preheat.data.preflight import CHECKS
@@ -44,11 +45,13 @@ class StreamedSource:
         data: settings that name the source.
         layout: layout of its rows.
         weight: its share of the rows, relative to the other sources.
+        cleaner: cleans its rows; None: they stay as they are.
     """
 
     data: Data
     layout: Layout
     weight: float = 1.0
+    cleaner: RowCleaner | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ def interleave(weights: Sequence[float]) -> Iterator[int]:
 def _iterate_documents(source: StreamedSource) -> Iterator[Document]:
     """Yields the documents; a row that fails a check ends the run, unless the recipe sets the check to warn."""
     # Opened anew in each epoch and each worker.
-    for document in open_source(source.data, layout=source.layout).read():
+    documents = open_source(source.data, layout=source.layout).read()
+    for document in documents if source.cleaner is None else source.cleaner.stream(documents):
         for check, message in document.notes:
             # Checks with a tolerated fraction need the number of all rows, which a stream does not have.
             if not CHECKS[check].above and source.data.preflight.get(check) != "warn":

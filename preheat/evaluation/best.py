@@ -185,6 +185,8 @@ def _of_task(task: Task, *, head: bool) -> dict[str, bool]:
         return {"accuracy": True, "perplexity": False}
     if task.kind in BY_LIKELIHOOD:
         return {"accuracy": True, "accuracy_norm": True}
+    if task.kind == "execution":
+        return {f"pass@{k}": True for k in task.k}
     return {"exact_match": True} if task.kind == "exact_match" else {"exact_match": True, "f1": True}
 
 

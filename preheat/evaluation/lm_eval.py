@@ -170,10 +170,12 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
                 f"{suggest_nearest(task, known) if len(known) < 50 else _suggest_task(task, known)}"
             )
         try:
+            loaded = manager.load([task])
+            _refuse_unsafe(name, loaded)
             # No bootstrap of lm-eval: intervals are computed from the values per row, as for all tasks.
             # Seeds of None leave the process's generators unchanged, so that a run stays reproducible.
             output = lm_eval.simple_evaluate(
-                model=build_harness_model(scorer), tasks=[task], task_manager=manager,
+                model=build_harness_model(scorer), tasks=_list_loaded(task, loaded), task_manager=manager,
                 limit=limit, bootstrap_iters=0, log_samples=True,
                 random_seed=None, numpy_random_seed=None, torch_random_seed=None,
             )  # fmt: skip
@@ -185,6 +187,20 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
             ) from None
     assert output is not None, "only ranks above 0 get nothing"
     return {key: _build_result(values, output["samples"].get(key, [])) for key, values in output["results"].items()}
+
+
+def _refuse_unsafe(name: str, loaded: JsonObject) -> None:
+    """Raises RecipeError for a task that runs generated programs: lm-eval runs them without protection."""
+    if unsafe := next((key for key, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)), None):
+        raise RecipeError(
+            f"--tasks lm-eval:{name}: lm-eval runs the programs of {unsafe} without a sandbox; use preheat's own "
+            "humaneval=FILE or mbpp=FILE, or a task of kind execution"
+        )
+
+
+def _list_loaded(task: str, loaded: JsonObject) -> list[object]:
+    """Returns the loaded tasks in the form of `simple_evaluate`, so that their rows are not read twice."""
+    return [loaded["groups"][task]] if task in loaded["groups"] else list(loaded["tasks"].values())
 
 
 def _name_task(file: Path) -> str:

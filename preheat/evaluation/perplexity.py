@@ -63,6 +63,7 @@ def read_text_rows(
         source=source,
         validation=0.0,
         limit=None,
+        clean={},
         streaming=False,
         tokenizer=tokenizer,
         packing="auto",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Compiled = TypeVar("Compiled")
 Value = TypeVar("Value")
 
-__all__ = ["Item", "Row", "read_items", "read_rows"]
+__all__ = ["ANSWER", "Item", "Row", "read_items", "read_rows"]
 
 
 class Row(NamedTuple):
@@ -123,6 +123,7 @@ class Item(NamedTuple):
         gold: index of the right choice; -1 for generated answers.
         answers: the right answers, for generated answers.
         scale: scale of their numbers.
+        program: the program to run, with `ANSWER` in the place of the generated text.
     """
 
     where: str
@@ -133,6 +134,15 @@ class Item(NamedTuple):
     gold: int = -1
     answers: tuple[str, ...] = ()
     scale: str = ""
+    program: str = ""
+
+    def build_program(self, answer: str) -> str:
+        """Returns the program to run with a generated answer."""
+        return self.program.replace(ANSWER, answer)
+
+
+ANSWER = "\0answer\0"
+"""Place of the answer in `Item.program`: no text of a row has these characters."""
 
 
 class _Language:
@@ -230,6 +240,7 @@ def read_items(
         )
         return prompt(row), item.texts[item.gold] if item.texts else "; ".join(item.answers)
 
+    program = language.template("program") if task.program is not None else None
     before = [render_answered(row) for row in shots]
     bare = language.template("text") if head and task.text is not None else None
     # The smaller of both limits.
@@ -238,12 +249,18 @@ def read_items(
     for row in rows[: min(limits)] if limits else rows:
         context = bare(row) if bare else _render_context(task, before, prompt(row), tokenizer)
         complete = task.chat and bare is None
-        items.append(
-            _build_item(
-                task, row, context, complete, gold(row), choices(row) if task.choices or classes else None, scale(row)
-            )
+        item = _build_item(
+            task, row, context, complete, gold(row), choices(row) if task.choices or classes else None, scale(row)
         )
+        items.append(item if program is None else item._replace(program=_render_program(task, row, program)))
     return items
+
+
+def _render_program(task: Task, row: Row, program: Callable[[Row], str]) -> str:
+    text = program(row._replace(values={**row.values, "answer": ANSWER}))
+    if ANSWER not in text:
+        raise RecipeError(f"task {task.name}: program: does not contain {{{{answer}}}}, so that no answer is run")
+    return text
 
 
 def _choose_rows(task: Task, rows: list[Row]) -> list[Row]:

@@ -21,6 +21,7 @@ from preheat.core.run_records import (
 )
 from preheat.data.tokenizer import write_tokenizer
 from preheat.engine.evaluate import Measured
+from preheat.evaluation.execution import require_sandbox_for
 from preheat.evaluation.lm_eval import measure_by_harness, require_harness
 from preheat.evaluation.long_context import draw_questions, measure_length
 from preheat.evaluation.perplexity import count_token_bytes, measure_text, read_text_rows, tokenize_text
@@ -69,6 +70,7 @@ class RunEvaluator:
         # Tasks given as text are lm-eval's (`find_tasks`).
         if any(isinstance(task, str) for task in self.tasks):
             require_harness()
+        require_sandbox_for(self.tasks, knob="evaluate.tasks")
         head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
         self.items = {
             t.name: read_items(t, data.tokenizer, limit=settings.rows, head=head)

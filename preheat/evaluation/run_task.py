@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,11 +12,15 @@ from preheat.data.sources import compute_digest
 from preheat.errors import RecipeError, suggest_nearest
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.bootstrap import Metric
+from preheat.evaluation.execution import Attempt, compute_pass_rates, run_attempts
 from preheat.evaluation.prompts import Item, read_items
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import CLASSES, Reader, Score, Scorer
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
 from preheat.files import to_json
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["measure_items", "measure_task", "require_room"]
 
@@ -47,7 +52,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
         _require_shots_fit(task, items, scorer)
     before = scorer.truncated
     values: dict[str, Metric]
-    written: list[int] | list[list[Score]] | list[str]
+    written: list[int] | list[list[Score]] | list[str] | list[list[Attempt]]
     if CLASSES in scorer.build.tags:
         written = _predict_classes(task, items, scorer)
         gold = [item.gold for item in items]
@@ -56,6 +61,9 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     elif task.kind in BY_LIKELIHOOD:
         scores = _score_answers(items, scorer)
         values, written = _evaluate_by_likelihood(task, items, scores), list(scores)
+    elif task.kind == "execution":
+        attempts = run_attempts(task, items, scorer)
+        values, written = compute_pass_rates(attempts, task.k), list(attempts)
     else:
         contexts = [scorer.encode(item.context, complete=item.complete) for item in items]
         answers = scorer.write(contexts, tokens=task.tokens, stop=task.stop)
@@ -71,12 +79,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                     "choices": list(item.texts),
                     "gold": right,
                 }
-                key, content = (
-                    ("loglikelihoods", [s.loglikelihood for s in output])
-                    if isinstance(output, list)
-                    else ("answer", output)
-                )
-                file.write(to_json(line | {key: content}) + "\n")
+                file.write(to_json(line | _describe_output(output)) + "\n")
     # Without the prompts: another prompt or number of examples asks the same rows.
     identity = compute_digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # The scorer counts a truncated context once for each choice.
@@ -93,6 +96,15 @@ def _require_shots_fit(task: Task, items: Sequence[Item], scorer: Scorer) -> Non
                 f"task {task.name}: shots: {item.where} with {task.shots} examples has {tokens:,} tokens, and a row "
                 f"{scorer.length:,}; use fewer examples or a greater --length"
             )
+
+
+def _describe_output(output: object) -> JsonObject:
+    """Returns the keys of a row's output: its answer, the outcomes of its programs, or the scores of its choices."""
+    if not isinstance(output, list):
+        return {"answer": output}
+    if all(isinstance(part, Attempt) for part in output):
+        return {"answers": [part.answer for part in output], "outcomes": [part.outcome._asdict() for part in output]}
+    return {"loglikelihoods": [score.loglikelihood for score in output]}
 
 
 def _predict_classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:

@@ -171,12 +171,21 @@ class Scorer(Reader):
         return predicted
 
     def write(
-        self, contexts: Sequence[Sequence[int]], *, tokens: int, stop: Sequence[str], strip: bool = True
+        self,
+        contexts: Sequence[Sequence[int]],
+        *,
+        tokens: int,
+        stop: Sequence[str],
+        strip: bool = True,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> list[str]:
-        """Generates a greedy answer of at most `tokens` tokens for each context, cut before the first of `stop`.
+        """Generates an answer of at most `tokens` tokens for each context, cut before the first of `stop`.
 
         Args:
             strip: remove white space at the beginning, before `stop` is searched, and at the end.
+            temperature, top_p, seed: of sampling; greedy by default.
         """
         limit = self.build.model.positions
         # With a limited number of positions, the prompt leaves room for the answer.
@@ -198,8 +207,14 @@ class Scorer(Reader):
             self.build.trained[0],  # type: ignore[arg-type]
             self.tokenizer,
             [prompts[n] for n in order],
-            Sample(max_new_tokens=tokens, compile="auto" if self.compiles else False),
+            Sample(
+                max_new_tokens=tokens,
+                compile="auto" if self.compiles else False,
+                temperature=temperature,
+                top_p=top_p,
+            ),
             stop=frozenset({self.encoder.end}),
+            seed=seed,
             positions=limit,
             batch=self.micro,
             on_text=count,

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from preheat.core.field_types import Count, NonNegativeInt
+from preheat.core.field_types import Bound, Count, NonNegative, NonNegativeInt
 from preheat.data.rows.file_readers import expand_path
 from preheat.errors import RecipeError, suggest_nearest
 from preheat.recipe.validate import RecipeReader
@@ -23,7 +23,7 @@ __all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "find_built_in", "find
 
 BUILT_IN = Path(__file__).parent / "builtin"
 
-Kind = Literal["multiple_choice", "classification", "cloze", "exact_match", "token_f1", "numeric"]
+Kind = Literal["multiple_choice", "classification", "cloze", "exact_match", "token_f1", "numeric", "execution"]
 BY_LIKELIHOOD = ("multiple_choice", "classification", "cloze")
 OF_LENGTH = {
     "positions": "the loss of each position of long passages: does it keep falling with more context?",
@@ -47,7 +47,7 @@ class Task:
 
     kind: Kind
     """multiple_choice, classification, cloze: scored by likelihood. exact_match, token_f1, numeric: the model generates
-    greedily, and its answer is compared."""
+    greedily, and its answer is compared. execution: it generates programs, which are run with the row's tests."""
     prompt: str
     """Template of the prompt: "Question: {{question}}\\nAnswer:"."""
     text: str | None = None
@@ -55,7 +55,7 @@ class Task:
     prompt."""
     gold: str
     """Expression of the right answer: the choice (its text, or its index from 0), the class, the last words (cloze), or
-    the answer; a list if several are right (numeric: the spans of one answer)."""
+    the answer; a list if several are right (numeric: the spans of one answer). execution: a solution, for `shots`."""
     name: str = ""
     """Name in tables; default the file's name."""
     data: str | None = None
@@ -94,10 +94,24 @@ class Task:
     """Maximum tokens of a generated answer."""
     stop: tuple[str, ...] = ("\n",)
     """A generated answer ends before the first of these."""
+    program: str | None = None
+    """execution: template of the program that is run, with the generated text as `answer`. The row passes if the
+    program reaches its end without an error."""
+    samples: Count = 1
+    """execution: generated answers per row."""
+    k: tuple[Count, ...] = (1,)
+    """execution: report pass@k, the probability that one of k answers passes, estimated from `samples` (Chen et al.
+    2021, arXiv:2107.03374)."""
+    temperature: NonNegative = 0.0
+    """execution: as `sample.temperature`; above 0 for several samples."""
+    top_p: Annotated[float, Bound(0, 1, open_low=True)] = 1.0
+    """execution: as `sample.top_p`."""
+    seconds: Annotated[float, Bound(0.1, 600)] = 10.0
+    """execution: time limit of a program."""
     limit: Count | None = None
     """Maximum number of rows."""
     seed: NonNegativeInt = 0
-    """Seed for drawing the few-shot examples."""
+    """Seed for drawing the few-shot examples and samples."""
 
     def problems(self) -> list[tuple[str, str]]:
         """Returns contradictory settings, as (key, message)."""
@@ -121,7 +135,26 @@ class Task:
             problems.append(
                 ("pool", f"{self.pool} rows hold no {self.shots} examples (shots); raise it or leave it out")
             )
+        if self.kind != "execution":
+            for key, default in _OF_EXECUTION.items():
+                if getattr(self, key) != default:
+                    problems.append((key, f"means nothing for {self.kind}; remove it"))
+            return problems
+        if self.program is None:
+            problems.append(("program", "is needed for execution: a template of the answer and its tests"))
+        if self.k and max(self.k) > self.samples:
+            problems.append(
+                ("k", f"{max(self.k)} is more than samples ({self.samples}); set samples={max(self.k)} or more")
+            )
+        if not self.k or len(set(self.k)) < len(self.k):
+            problems.append(("k", "needs one or more numbers, each once"))
+        if self.samples > 1 and not self.temperature:
+            problems.append(("samples", f"{self.samples} greedy answers are all the same; set a temperature, e.g. 0.8"))
         return problems
+
+
+_OF_EXECUTION = {"program": None, "samples": 1, "k": (1,), "temperature": 0.0, "top_p": 1.0, "seconds": 10.0}
+"""Keys of the kind execution, with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)

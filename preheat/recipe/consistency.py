@@ -167,6 +167,8 @@ def _check_data(data: Data) -> Iterator[tuple[str, str]]:
         yield "data.source", "is empty; name a file, a folder or a dataset"
     if data.overlong == "refuse" and data.streaming:
         yield "data.overlong", "refuse needs all documents read beforehand; set data.streaming: false"
+    if data.clean.get("duplicates") == "near" and data.streaming:
+        yield "data.clean.duplicates", "near compares rows read beforehand; use exact, or set data.streaming: false"
     # A number is a fraction, a text a path or a built-in source.
     if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
         yield "data.validation", f"{data.validation} is not a fraction in [0, 1); use a fraction or a path"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from preheat.core import Recipe, Technique, registry
 from preheat.core.field_types import Bound, Seed
-from preheat.core.schema import field_docs
+from preheat.core.schema import Clean, Data, field_docs
 from preheat.errors import RecipeError, suggest_nearest
 from preheat.recipe.consistency import find_problems
 from preheat.recipe.synonyms import VALUES, describe_unknown_key
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["RecipeReader", "build_json_schema"]
+__all__ = ["RecipeReader", "build_json_schema", "read_clean"]
 
 
 @functools.cache
@@ -233,10 +233,18 @@ class RecipeReader:
         self.refuse()
         # Each key is valid by itself; the keys together are checked next.
         recipe = Recipe(**settings)
+        self.clean(recipe.data.clean, ("data", "clean"))
         for key, text in find_problems(recipe):
             self.report(key.split("."), f"{key}: {text}")
         self.refuse()
         return recipe
+
+    def clean(self, values: object, at: tuple[str, ...]) -> Clean | None:
+        """Reads the keys of `data.clean`; returns None after recording problems."""
+        clean: Clean | None = self.flat(Clean, values, at)
+        for key, text in clean.problems() if clean is not None else ():
+            self.report((*at, key), f"{'.'.join((*at, key))}: {text}")
+        return clean
 
     def techniques(self, values: object, at: tuple[str, ...] = ("techniques",)) -> dict[str, Technique]:
         known, name = registry(), ".".join(at)
@@ -262,6 +270,19 @@ class RecipeReader:
                 continue
             techniques[one] = self.flat(known[one], settings, (*at, one))
         return techniques
+
+
+def read_clean(data: Data) -> Clean:
+    """Returns the keys of `data.clean` as their class.
+
+    Raises:
+        RecipeError: an unknown key, a value out of range, or a contradiction.
+    """
+    reader = RecipeReader("data.clean", {})
+    clean = reader.clean(data.clean, ("data", "clean"))
+    reader.refuse()
+    assert clean is not None, "settings that were not read have a problem"
+    return clean
 
 
 @functools.cache
@@ -294,6 +315,7 @@ def build_json_schema() -> JsonObject:
     for f in dataclasses.fields(Recipe):
         if f.name not in ("name", "seed", "techniques"):
             properties[f.name] = build_flat_schema(f.default_factory)  # type: ignore[arg-type]
+    properties["data"]["properties"]["clean"] |= build_flat_schema(Clean)
     # A technique without settings may be null: `lora:` with nothing after it.
     properties["techniques"] = {
         "type": "object",

@@ -7,8 +7,8 @@ Works at any time: for a running run, a failed one, and one that has not taken a
 """
 
 from preheat.report.bench_page import write_bench
-from preheat.report.data_page import write_data
+from preheat.report.data_page import list_cleaning, write_data
 from preheat.report.inference_page import write_inference
 from preheat.report.run_page import write
 
-__all__ = ["write", "write_bench", "write_data", "write_inference"]
+__all__ = ["list_cleaning", "write", "write_bench", "write_data", "write_inference"]

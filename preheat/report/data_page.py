@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from preheat.core.data_record import AccountRecord, Bar, DataCounts, DataPreview, ExampleSequence, SourceRecord
+from preheat.core.data_record import (
+    AccountRecord,
+    Bar,
+    CleaningRecord,
+    DataCounts,
+    DataPreview,
+    ExampleSequence,
+    OverlapRecord,
+    SourceRecord,
+)
 from preheat.report import page
 from preheat.report.formatting import LONG, escape, format_grouped, format_headline, format_percent
 
-__all__ = ["write_data"]
+__all__ = ["list_cleaning", "render_cleaning", "write_data"]
 
 
 def write_data(shown: DataPreview, path: str | Path) -> Path:
@@ -61,6 +70,8 @@ def _render_page(shown: DataPreview) -> str:
 {page.section("examples", "As the model sees it", _EXAMPLES + "".join(map(_render_example, shown["examples"])))}
 {page.section("lengths", "Tokens of an example", _render_bars(shown["lengths"]["bars"]))}
 {page.section("sources", "Sources", _render_sources(counts["sources"]))}
+{render_cleaning(counts["cleaning"]) if "cleaning" in counts else ""}
+{_render_overlaps(shown["overlaps"]) if "overlaps" in shown else ""}
 <footer>The same as data: preheat data --json.</footer>""",
     )
 
@@ -118,3 +129,44 @@ def _render_sources(sources: list[SourceRecord]) -> str:
 def _render_dropped(counts: AccountRecord | DataCounts) -> str:
     """Returns the rows left out, by reason."""
     return ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())
+
+
+def list_cleaning(cleaning: CleaningRecord) -> list[tuple[str, str, str, str]]:
+    """Returns (reason, threshold, rows, example) of each reason of `data.clean`, and of each kind of personal data."""
+    lines = []
+    for removed in cleaning["removed"]:
+        example = ": ".join(removed["examples"][0]) if removed["examples"] else ""
+        if removed["reason"] == "in evaluation data" and cleaning["short_texts"]:
+            short = f"{cleaning['short_texts']:,} of {cleaning['evaluation_texts']:,} texts are too short to be found"
+            example = f"{example}; {short}" if example else short
+        lines.append((removed["reason"], removed["threshold"], f"{removed['rows']:,}", example))
+    effect = {"count": "counted", "mask": "masked", "drop": "rows left out"}.get(cleaning["personal_data"], "")
+    for kind, entry in (cleaning["personal"] or {}).items():
+        lines.append((f"{kind}, {effect}", f"{entry['count']:,} times", f"{entry['rows']:,}", entry["examples"][0]))
+    if cleaning["personal"] == {}:
+        lines.append(("personal data", "", "0", ""))
+    return lines
+
+
+def render_cleaning(cleaning: CleaningRecord) -> str:
+    """Returns the section of the rows that `data.clean` left out."""
+    rows = [
+        page.row(page.text_cell(reason, threshold), page.number_cell(count), page.cell(escape(example, LONG)))
+        for reason, threshold, count, example in list_cleaning(cleaning)
+    ]
+    table = page.table(("reason and threshold", "rows", "example"), rows, text=(0, 2))
+    return page.section("cleaning", "Cleaning", page.small("A row counts for the first reason that applies.") + table)
+
+
+def _render_overlaps(overlaps: list[OverlapRecord]) -> str:
+    rows = [
+        page.row(
+            page.text_cell(overlap["name"], f"{overlap['texts']:,} texts, {overlap['short']:,} too short to be found"),
+            page.number_cell(f"{overlap['rows']:,}"),
+            page.number_cell(f"{overlap['read']:,}"),
+            page.cell("<br>".join(escape(f"{row}: {shared} ({of})", LONG) for row, of, shared in overlap["examples"])),
+        )
+        for overlap in overlaps
+    ]
+    table = page.table(("evaluation data", "rows that share words", "of", "examples"), rows, text=(0, 3))
+    return page.section("overlaps", "Overlap with evaluation data", table)

@@ -259,7 +259,7 @@ def collect(path: str | Path) -> RunFigures:
         title=format_headline(recipe.get("name") or run.path.resolve().name),
         run=str(path),
         state=state,
-        setup=_collect_setup(recipe, plan, environment),
+        setup=_collect_setup(recipe, plan, environment, run.data.counts or {}),
         summary=summary,
         predicted=predicted,
         measured=measured,
@@ -349,7 +349,9 @@ def _compute_differences(predicted: Predictions, measured: MeasuredFigures, usag
     )
 
 
-def _collect_setup(recipe: JsonObject, plan: Plan | None, environment: Environment) -> list[tuple[str, str]]:
+def _collect_setup(
+    recipe: JsonObject, plan: Plan | None, environment: Environment, counts: JsonObject
+) -> list[tuple[str, str]]:
     """Returns (label, value) pairs of the recipe for the head of the page; settings that it lacks are left out."""
     model, data, batch, optimizer, schedule, stop, techniques = (
         read_mapping(recipe.get(key))
@@ -382,6 +384,7 @@ def _collect_setup(recipe: JsonObject, plan: Plan | None, environment: Environme
         + (f", {format_percent(held_out)} held out" if held_out and held_out < 1 else "")
         if data.get("source")
         else None,
+        "Rows": _describe_rows(counts),
         "Batch of a step": per_step,
         "Sequence length": f"{length:,.0f} tokens" if length else None,
         "Learning rate": f"{rate:g}" + (f", {curve}" if curve else "") if rate is not None else None,
@@ -391,6 +394,14 @@ def _collect_setup(recipe: JsonObject, plan: Plan | None, environment: Environme
         "Device": _name_device(environment),
     }
     return [(what, text) for what, text in setup.items() if text]
+
+
+def _describe_rows(counts: JsonObject) -> str | None:
+    """Returns the rows that were read and left out, by reason; None if no row was left out."""
+    read = read_number(counts.get("read"))
+    dropped = {str(reason): read_number(count) for reason, count in read_mapping(counts.get("dropped")).items()}
+    left_out = ", ".join(f"{count:,.0f} {reason}" for reason, count in dropped.items() if count)
+    return f"{read:,.0f} read; left out: {left_out}" if read and left_out else None
 
 
 def _name_model(model: JsonObject) -> str | None:

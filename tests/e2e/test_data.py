@@ -66,6 +66,46 @@ def test_data_is_shown_as_the_model_will_see_it(preheat: Command) -> None:
     assert "Example" in preheat.here("data", "--help")[0]
 
 
+def test_cleaned_rows_are_counted_and_overlaps_are_shown(preheat: Command) -> None:
+    write(preheat, output="Write to <b>a@example.org</b> now.")
+    rows = (preheat.folder / "rows.jsonl").read_text().splitlines()
+    words = "seven wizards of <i>Cernunnos</i> wrote quiet spells by the river"
+    extra = {"instruction": "Tell me.", "input": "", "output": words}
+    (preheat.folder / "rows.jsonl").write_text("\n".join([*rows, rows[0], rows[1], json.dumps(extra)]))
+    (preheat.folder / "questions.jsonl").write_text(json.dumps({"question": words, "answer": "yes"}))
+    changes = [
+        "--set",
+        "data.clean={duplicates: exact, min_words: 6, personal_data: count, against: [questions.jsonl]}",
+    ]
+    out, _ = preheat.here("data", "chat.yaml", *changes, "--html", "data.html")
+    assert "; left out: 1 min_words, 2 duplicate, 1 in evaluation data" in " ".join(out.split())
+    page = (preheat.folder / "data.html").read_text()
+    assert "email, counted" in out
+    assert "a@example.org" not in page.partition('id="cleaning"')[2]
+    assert "seven wizards of i cernunnos i wrote" in page
+    made = preheat.here.json("data", "chat.yaml", *changes)
+    cleaning = made["counts"]["cleaning"]
+    assert cleaning["read"] == made["counts"]["read"] == 63
+    assert [(entry["reason"], entry["rows"]) for entry in cleaning["removed"]] == [
+        ("min_words", 1),
+        ("in evaluation data", 1),
+        ("duplicate", 2),
+    ]
+    assert cleaning["personal"] == {"email": {"rows": 1, "count": 1, "examples": ["rows.jsonl:7"]}}
+    assert cleaning["evaluation_texts"] == 2
+    assert cleaning["short_texts"] == 1
+    # Without the key the rows are counted and stay.
+    (overlap,) = preheat.here.json("data", "chat.yaml", "--set", "data.validation=0", "--against", "questions.jsonl")[
+        "overlaps"
+    ]
+    assert (overlap["rows"], overlap["read"], overlap["texts"], overlap["short"]) == (1, 63, 2, 1)
+    assert overlap["examples"][0][:2] == ["rows.jsonl:63", "questions.jsonl:1"]
+    _, error = preheat.here("data", "chat.yaml", "--against", "question.jsonl", code=4)
+    assert "--against question.jsonl: does not exist" in error
+    assert "did you mean 'questions.jsonl'?" in error
+    assert error.count("\n") == 1
+
+
 def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains(preheat: Command) -> None:
     write(preheat, output="", input=None)
     for command in (["train", "chat.yaml"], ["data", "chat.yaml"]):

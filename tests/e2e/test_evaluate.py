@@ -140,6 +140,7 @@ def refused(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str])
     [
         (["m", "--tasks", "claws=rows.jsonl"], 2, "did you mean 'clauses'"),
         (["m", "--tasks", "cloze"], 2, "give them: cloze=FILE"),
+        (["m", "--tasks", "humaneval=rows.jsonl,k=[9]"], 2, "k: 9 is more than samples (1); set samples=9 or more"),
         (["m", "--tasks", "cloze=rows.jsonl"], 4, "rows.jsonl:1: no field 'context'"),
         (["m", "--tasks", "cloze=empty.jsonl"], 4, "holds no row"),
         (["m", "--tasks", "multiple_choice=wrong.jsonl"], 4, "wrong.jsonl:2: gold 7 is none of the 2 choices"),

@@ -49,8 +49,8 @@ def test_its_checks_are_those_that_there_are() -> None:
 
 
 def test_its_settings_and_tasks_are_read(tmp_path: Path) -> None:
-    settings, warned, task, early = re.findall(r"```yaml\n(.*?)\n```", PAGE, re.S)
-    for block in (settings, warned):
+    settings, warned, cleaned, task, early = re.findall(r"```yaml\n(.*?)\n```", PAGE, re.S)
+    for block in (settings, warned, cleaned):
         parse(yaml.safe_dump({**yaml.safe_load(block), "stop": {"max_steps": 1}}))
     assert criterion_of(parse(early)) == Criterion("validation_loss", False, 0.002, 4, 1.8, keep=True)
     (tmp_path / "colours.yaml").write_text(task)

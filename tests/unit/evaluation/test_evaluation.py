@@ -532,12 +532,13 @@ REAL = {
     "question_answer": ("math/gsm8k_test.jsonl", 1319),
     "clauses": ("legal/cuad_clauses.jsonl", 11072),
     "pubmedqa": ("medical/pubmedqa_ori_pqal.json", 1000),
+    "humaneval": ("code/HumanEval.jsonl", 164),
     "tatqa": ("finance/tatqa_dataset_dev.json", 1668),
 }
 
 
 def test_built_in_tasks_read_the_published_files(tokenizer: Any, data_folder: Path) -> None:
-    assert set(REAL) == set(find_built_in()), "each is tried here"
+    assert {*REAL, "mbpp"} == set(find_built_in()), "each is tried here or in test_execution.py"
     for name, (file, count) in REAL.items():
         (task,) = find_tasks([f"{name}={data_folder / file}"])
         assert isinstance(task, Task)

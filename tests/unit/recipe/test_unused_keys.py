@@ -82,7 +82,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
 ALWAYS = {
     "name", "seed",
     *(f"model.{k}" for k in ("preset", "path", "weights", "shape", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "num_experts", "add_tokens", "config")),
-    *(f"data.{k}" for k in ("source", "preflight", "streaming", "tokenizer", "packing", "overlong", "validation", "limit", "workers")),
+    *(f"data.{k}" for k in ("source", "preflight", "clean", "streaming", "tokenizer", "packing", "overlong", "validation", "limit", "workers")),
     "batch.size", "batch.seq_len", "optimizer.lr", "optimizer.weight_decay", "optimizer.groups", "optimizer.layer_decay", "optimizer.max_grad_norm", "schedule.kind",
     "stop.max_steps", "stop.tokens", "stop.epochs", "stop.hours", "evaluate.tasks", "evaluate.forgetting",
     "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "hardware.device", "hardware.threads", "hardware.memory", "hardware.deterministic",
