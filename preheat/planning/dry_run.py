@@ -160,7 +160,8 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         if more := len(micros) - len(batches):
             # With that hook, only the last micro-batch reduces gradients.
             recorder.repeat_kernels(marks[-1], more, sums=not build.hooks.before_backward)
-        if build.model.experts and len(first_pass) == len(batches) > 1:  # the first pass is repeated for each one
+        # The first pass is repeated for each one; a pipeline's is among the passes of `notice_pass`.
+        if build.model.experts and len(first_pass) == len(batches) > 1:
             # The load-balancing loss of experts counts tokens in a first pass over all micro-batches
             # (engine/moe_aux_loss.py).
             first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})

@@ -98,8 +98,10 @@ class ExpertParallel(Searchable):
             return [f"shards experts, and {model.family} has none; leave it out"]
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
-        if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
-            return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
+        if others := [axis for axis in (Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
+            return [
+                f"goes with data_parallel, fsdp and pipeline_parallel, not with the axis {others[0]}; leave one out"
+            ]
         devices, degree = sizes[_choose_axis(sizes)], self.expert_degree(sizes)
         if devices < 2 or degree < 2:
             return [
@@ -126,7 +128,8 @@ class ExpertParallel(Searchable):
         # Hybrid sharding: the same experts also exist in the other replicas.
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.combine_meshes(build.mesh.submesh(Axis.REPLICATE), alike)
-        layers = shard_experts(part, among, alike)
+        shard_experts(part, among, alike)
+        layers = build.model.expert_layers  # a pipeline stage has some of them, or none
         summary = (
             f"{build.model.experts} experts of {layers} layers over {degree} devices, "
             f"{build.model.experts // degree} on each; tokens by all-to-all"

@@ -18,7 +18,7 @@ bubble (arXiv:2401.10241).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from preheat.core import SlotFunction
     from preheat.models.pipeline_split import ModelProfile
     from preheat.ops.distributed.pipelining import Span
 
@@ -109,7 +110,7 @@ def record_timeline(build: Build) -> Iterator[list[Span]]:
         Span(device=0, stage=0, micro=0, what='forward', start=0.0003, end=0.0121)
     """
     # The slot holds a bound method of `_Runner`.
-    pipeline = build.slot(Slot.FORWARD_BACKWARD).__self__.pipeline  # type: ignore[attr-defined]
+    pipeline = build.slot(Slot.MODEL_LOSS).__self__.pipeline  # type: ignore[attr-defined]
     with pipeline.recorded() as spans:
         yield spans
 
@@ -136,11 +137,19 @@ class _Runner:
     """Connects a build's stages and slots with torch's schedule."""
 
     def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
+        from preheat.models.moe import BALANCE, TOKENS
         from preheat.ops.distributed.pipelining import Pipeline
+
+        self.build = build
+        self.metrics: dict[str, Tensor] = {}
 
         def forward(part: nn.Module, batch: Batch) -> Tensor:
             output, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
-            assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
+            assert metrics.keys() <= {TOKENS, BALANCE}, (
+                "check refuses objectives with metrics: only the last stage's device would have them"
+            )
+            for name, value in metrics.items():
+                self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
             # Only the last stage has a loss to scale; the others return hidden states.
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
                 output = change(output)
@@ -152,19 +161,43 @@ class _Runner:
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
-            stages, count, group, schedule, forward, width=build.model.width, dtype=dtype, device=build.torch_device
+            stages,
+            count,
+            group,
+            schedule,
+            forward,
+            width=build.model.width,
+            dtype=dtype,
+            device=build.torch_device,
+            before_backward=self._tell_backward,
         )
+
+    def _tell_backward(self, batch: Batch) -> None:
+        for tell in self.build.hooks.before_recompute:
+            tell(batch)
 
     def forward_backward(self, build: Build, batches: Sequence[Batch], global_weight: Tensor | float) -> LossSum:
-        from preheat.ops.distributed.pipelining import pad_micro_batches
-
-        moved = [build.transform_batch(batch) for batch in batches]
+        self.metrics = {}
         # At least 1: a global batch without labels must not divide by zero.
         weight = max(global_weight, 1) if isinstance(global_weight, int | float) else global_weight
-        # torch's schedules need micro-batches of one shape, and as many of them as were announced.
-        return LossSum(
-            self.pipeline.step(pad_micro_batches(moved, build.state.accumulation), weight, cut=self.cut), global_weight
-        )
+        total = self.pipeline.step(self._prepare(batches), weight, cut=self.cut)
+        return LossSum(total, global_weight, self.metrics)
+
+    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Returns transformed micro-batches of one shape, as many as were announced: torch's schedules need both."""
+        from preheat.ops.distributed.pipelining import pad_micro_batches
+
+        moved = [self.build.transform_batch(batch) for batch in batches]
+        return pad_micro_batches(moved, self.build.state.accumulation)
+
+    def pass_forward(self, batches: Sequence[Batch], compute: Callable[[nn.Module, Batch], Tensor]) -> None:
+        """Runs `compute`, which returns hidden states, on all micro-batches of a step through all stages."""
+
+        def forward(part: nn.Module, batch: Batch) -> Tensor:
+            hidden: Tensor = self.build.slot(Slot.UNSHARD_SCOPE)(part, lambda: compute(part, batch))
+            return hidden
+
+        self.pipeline.pass_forward(self._prepare(batches), forward, self.cut)
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
         """Computes the loss of a transformed batch without gradients. It is the same on all devices of the pipeline."""
@@ -218,12 +251,6 @@ class PipelineParallel(Searchable):
             problems.append(
                 f"degree: {self.degree} devices with {self._each} stages each are {count} "
                 f"stages, and the model has {context.model.layers} layers; use fewer"
-            )
-        # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building.
-        if context.model.experts:
-            problems.append(
-                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
-                "do not pass on; use fsdp, with expert_parallel"
             )
         problems += self._find_batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
@@ -324,7 +351,11 @@ class PipelineParallel(Searchable):
         half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
-        build.claim(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
+        forward_backward: SlotFunction = runner.forward_backward
+        for wrap in build.hooks.around_batches:
+            forward_backward = wrap(forward_backward)
+        build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        build.parallel.pass_forward = runner.pass_forward
         build.claim(Slot.MODEL_LOSS, runner.forward, self.name())
         # How far the most expensive stage exceeds the mean.
         share = max(costs) * count / sum(costs) - 1
