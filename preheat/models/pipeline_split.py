@@ -74,6 +74,7 @@ class ModelProfile:
         exit: names of the modules after the layers, including the head.
         before: FLOPs of a row's forward pass before the layers; `each`: of each layer; `after`: after them, including
             the head.
+        weights: parameters of each layer.
         further: entries of the tuple that a layer returns after its hidden states, all None; None: it returns a tensor.
     """
 
@@ -83,6 +84,7 @@ class ModelProfile:
     before: float = 0
     each: list[float] = field(default_factory=list)
     after: float = 0
+    weights: list[int] = field(default_factory=list)
     further: int | None = None
 
 
@@ -235,6 +237,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         hidden = hf.hidden_states(model, places, places, MaskSpec(), _attend_mean_length)
         hf.head(model)(hidden)
     course.after = counter.get_total_flops() - started
+    course.weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if config.num_hidden_layers != len(course.each):
         raise ValueError(f"{type(model).__name__} runs {len(course.each)} layers of {config.num_hidden_layers}")
     _require_nothing_between(model, course, stream)
@@ -269,13 +272,22 @@ def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, strea
         )
 
 
-def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> list[range]:
+def balance_stages(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    before: float = 0,
+    after: float = 0,
+    devices: Sequence[int] | None = None,
+) -> list[range]:
     """Splits layers into stages with the lowest maximum cost; of these splits returns the most even one.
 
     Args:
         costs: of each layer, in any unit.
         before: cost of the first stage in addition to its layers (the embedding).
         after: cost of the last stage in addition (norm, head and loss).
+        devices: the device of each stage. If some have several, the costs of the devices are evened out first, from the
+            split with the lowest maximum of a stage on, by moving boundaries between stages as long as that helps.
 
     Returns:
         The layers of each stage, at least one.
@@ -291,12 +303,18 @@ def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, af
     if stages > count:
         raise ValueError(f"{count} layers cannot be split into {stages} stages; use at most {count}")
     # Prefix sums: the cost of any range of layers is one subtraction.
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(costs)]
 
     def sum_costs(first: int, end: int) -> float:
         return sums[end] - sums[first] + (before if first == 0 else 0) + (after if end == count else 0)
+
+    def measure(starts: tuple[int, ...]) -> tuple[float, float, float]:
+        """Returns the highest cost of a device and of a stage, and the stages' sum of squares."""
+        each = list(itertools.starmap(sum_costs, itertools.pairwise((*starts, count))))
+        of_devices = dict.fromkeys(devices or (), 0.0)
+        for device, cost in zip(devices or (), each, strict=True):
+            of_devices[device] += cost
+        return max(of_devices.values()), max(each), sum(cost * cost for cost in each)
 
     # best[end]: (highest cost of a stage, sum of squares, first layer of each stage) for the first `end` layers
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
@@ -312,8 +330,28 @@ def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, af
                 for cost in [sum_costs(first, end)]
             )
         best = extended
-    starts = (*best[count][2], count)
-    return [range(first, end) for first, end in itertools.pairwise(starts)]
+    starts = best[count][2]
+    if devices is not None and len(set(devices)) < stages:
+        while (other := min(_move_boundaries(starts, count), key=measure, default=starts)) != starts:
+            if measure(other) >= measure(starts):
+                break
+            starts = other
+    return [range(first, end) for first, end in itertools.pairwise((*starts, count))]
+
+
+def _move_boundaries(starts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+    """Yields the splits of `count` layers in which one or two runs of boundaries between stages are moved by one."""
+    stages = range(1, len(starts))
+    runs = [(first, last) for first in stages for last in range(first, len(starts))]
+    single = [((run, by),) for run in runs for by in (-1, 1)]
+    # Two at once in small pipelines only: their number grows with the fourth power of the stages.
+    double = itertools.combinations([move for (move,) in single], 2) if len(starts) <= 8 else ()
+    for moves in itertools.chain(single, double):
+        moved = list(starts)
+        for (first, last), by in moves:
+            moved[first : last + 1] = [start + by for start in moved[first : last + 1]]
+        if all(first < end for first, end in itertools.pairwise((*moved, count))):
+            yield tuple(moved)
 
 
 def _copy_shallow(module: M) -> M:

@@ -99,9 +99,7 @@ class ExpertParallel(Searchable):
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
         if others := [axis for axis in (Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
-            return [
-                f"goes with data_parallel, fsdp and pipeline_parallel, not with the axis {others[0]}; leave one out"
-            ]
+            return [f"goes with data_parallel, fsdp and pipeline_parallel, not the axis {others[0]}; leave one out"]
         devices, degree = sizes[_choose_axis(sizes)], self.expert_degree(sizes)
         if devices < 2 or degree < 2:
             return [

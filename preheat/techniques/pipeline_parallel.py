@@ -128,9 +128,9 @@ class _Split:
         """Returns the FLOPs of a device's stages."""
         return sum(cost for cost, d in zip(self.costs, self.devices, strict=True) if d == device)
 
-    def layers(self, device: int) -> int:
-        """Returns the number of layers of a device's stages."""
-        return sum(len(cut) for cut, d in zip(self.cuts, self.devices, strict=True) if d == device)
+    def layers(self, device: int) -> list[int]:
+        """Returns the layers of a device's stages."""
+        return [layer for cut, d in zip(self.cuts, self.devices, strict=True) if d == device for layer in cut]
 
 
 class _Runner:
@@ -376,7 +376,7 @@ class PipelineParallel(Searchable):
         Raises:
             RecipeError: the model cannot be split.
         """
-        from preheat.models import pipeline_split
+        from preheat.models import moe, pipeline_split
         from preheat.ops.distributed.pipelining import ranks_of
 
         count = self.degree * self._each
@@ -384,14 +384,17 @@ class PipelineParallel(Searchable):
             # The plain configuration is profiled: cuts must be the same on all devices and before anything is
             # allocated.
             course = pipeline_split.observe(config, recipe.batch.seq_len, trust=recipe.model.trust_remote_code)
-            # A backward pass costs two forward passes; with recomputation the layers cost three.
-            after = course.after * (0.75 if Tag.RECOMPUTATION in tags else 1)
-            cuts = pipeline_split.balance_stages(course.each, count, before=course.before, after=after)
+            # A backward pass costs two forward passes. Recomputation repeats that of the layers, and so does the pass
+            # that counts the tokens of experts for their balance loss.
+            passes = 3 + (Tag.RECOMPUTATION in tags) + (moe.coefficient(config.get_text_config()) > 0)
+            after = course.after * 3 / passes
+            devices = ranks_of(count, self.degree, self.schedule)
+            cuts = pipeline_split.balance_stages(course.each, count, before=course.before, after=after, devices=devices)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
         costs[-1] += after
-        return _Split(course, cuts, costs, ranks_of(count, self.degree, self.schedule))
+        return _Split(course, cuts, costs, devices)
 
     def micro_batches_in_flight(self, micro_batches: int) -> float:
         return self._count_in_flight(0, micro_batches)
@@ -419,13 +422,14 @@ class PipelineParallel(Searchable):
         micros = math.prod(t.micro_batch_count() for t in context.recipe.techniques.values())
         layers = [split.layers(device) for device in range(self.degree)]
         # Activations, in those of a layer and micro-batch.
-        activations = [count * self._count_in_flight(device, micros) for device, count in enumerate(layers)]
-        # An embedding in layers of 12 width^2 weights: attention (4) and a feed-forward part (8).
-        embedding = context.model.vocabulary / (12 * context.model.width)
+        activations = [len(own) * self._count_in_flight(device, micros) for device, own in enumerate(layers)]
+        # A layer with experts has many times the weights of one without.
+        weights = [sum(split.course.weights[layer] for layer in own) for own in layers]
+        embedding = context.model.vocabulary * context.model.width
         # Later devices with more activations or more weights than the first one, which has the embedding.
-        most = {activations.index(max(activations)), layers.index(max(layers))}
-        later = {d for d in most if activations[d] > activations[0] or layers[d] - layers[0] > embedding}
-        needs_more = any(activations[d] >= activations[0] and layers[d] - layers[0] >= embedding for d in later)
+        most = {activations.index(max(activations)), weights.index(max(weights))}
+        later = {d for d in most if activations[d] > activations[0] or weights[d] - weights[0] > embedding}
+        needs_more = any(activations[d] >= activations[0] and weights[d] - weights[0] >= embedding for d in later)
         # The head has logits, which count more in small models.
         head = split.devices[-1]
         return later | {head} if needs_more else later | {head, 0}

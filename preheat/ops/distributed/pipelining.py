@@ -244,8 +244,8 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         what = "backward" if kwargs.get("full_backward", True) else "backward_input"
-        self.pipeline.tell_backward(bwd_chunk_id)
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, what):
+            self.pipeline.tell_backward(bwd_chunk_id)
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         # Both passes of this micro-batch have used its received tensors.
         for buffers in (self.args_recv_info, self.grad_recv_info):
