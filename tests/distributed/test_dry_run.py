@@ -84,6 +84,23 @@ def test_gathered_weights_are_let_go(one: Any) -> None:
     assert kept - let_go > 0.5 * whole
 
 
+@pytest.mark.parametrize(("reshard", "gathers"), [("true", 2 * 4), ("false", 1)])
+@pytest.mark.parametrize(("reduce", "reductions"), [("each", 4), ("last", 1)])
+def test_weights_that_are_kept_are_gathered_once_a_step(
+    reshard: str, gathers: int, reduce: str, reductions: int
+) -> None:
+    """Of four micro-batches two are run, and the others are counted like the second."""
+    sharded = f"fsdp: {{reshard_after_forward: {reshard}, reduce: {reduce}}}"
+    recipe = recipes.override(
+        tiny(f"{{{sharded}, gradient_accumulation: {{steps: 4}}}}", rows=16), "model.num_layers=6", "parallel.devices=4"
+    )
+    kernels = observe(Request(recipe, GPU, vocabulary=96), evaluated=False).kernels
+    counts = Counter(kernel.operator.rpartition("::")[2] for kernel in kernels.elements())
+    layers = 6  # the other groups, at the ends, are not freed after their forward pass
+    assert layers * gathers <= counts["_allgather_base_"] <= (layers + 2) * gathers, counts
+    assert layers * reductions <= counts["_reduce_scatter_base_"] <= (layers + 2) * reductions, counts
+
+
 def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
     gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
     wide = "model={family: llama, num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 256}"

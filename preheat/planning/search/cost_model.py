@@ -395,9 +395,9 @@ def _estimate_communication(
     # Expert parallelism shards weights too, but gathers none on replicas.
     if Tag.SHARDED_WEIGHTS in tags and sizes[Axis.SHARD] * sizes[Axis.CONTEXT] > 1:
         # Resharded weights are gathered once for forward and once for backward; a stage of a pipeline keeps them from
-        # a backward pass to the next forward pass.
-        resharded = Tag.RESHARD_AFTER_FORWARD in tags
-        gathers = micros * (2 if resharded else 1) if sizes[Axis.PIPELINE] == 1 else micros + 1 if resharded else 1
+        # a backward pass to the next forward pass. All others are gathered once a step.
+        again = 2 * micros if sizes[Axis.PIPELINE] == 1 else micros + 1
+        gathers = again if Tag.RESHARD_AFTER_FORWARD in tags else 1
         shards = (Axis.SHARD, Axis.CONTEXT)
         # FSDP copies weights out of the buffer of a gather, and gradients into that of a reduction.
         copying += gathers * count_copied(gathered) + reductions * count_copied(trained)
