@@ -65,6 +65,7 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
+    balance_loss: bool = False  # a loss that balances the experts' load is added to that of the tokens
     sinks: bool = False  # attention has a learned score per head without a key (gpt-oss)
     special_mixers: str = ""  # recurrent layers, sinks or chunks: what needs whole rows on one device; "": none
     foreign_experts: bool = False  # the model's own code computes the experts, which techniques cannot change then

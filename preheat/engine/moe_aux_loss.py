@@ -188,10 +188,12 @@ class _Balance:
 
     def _count_expert_loads(self, batches: Sequence[Batch]) -> Tensor:
         """Tokens per expert in the global batch, summed over layers: [experts]."""
+        from preheat.ops.distributed.fully_shard import keep_gathered
+
         self.counted = None
         devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []
         # Restores the generators, so that the training pass has the same dropout in adapters, and routers choose alike.
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), keep_gathered():
             self.ledger.open = True
             try:
                 (self.build.parallel.pass_forward or self._pass_forward)(batches, self._run_layers)

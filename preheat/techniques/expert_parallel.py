@@ -3,7 +3,8 @@
 What: each of `degree` devices holds E / degree of the E experts. A layer sends each token to the devices of its experts
 by all-to-all, they compute, and the results return the same way; no token is dropped. The devices are neighbours within
 those of `fsdp` (or `data_parallel`), which does the rest: attention and everything else is sharded and reduced over all
-of them, an expert's weights and gradients over the devices that hold the same expert.
+of them, an expert's weights and gradients over the devices that hold the same expert. With `pipeline_parallel` the
+devices are those of a stage.
 Helps: experts are most of such a model; FSDP alone gathers all of them on every device for every micro-batch, here only
 tokens travel, and each expert's matmul has more rows.
 Hurts: with uneven load, all ranks wait for the device with the busiest expert; the all-to-all overlaps with nothing;

@@ -1,14 +1,15 @@
 """Pipeline parallel: splits the layers across devices and streams micro-batches through the stages.
 
-What: splits the model into stages of equal cost by the FLOPs that a dry run counts (including the head, which a split
-by number of layers ignores), and runs them with torch's schedules. `gpipe`: all forward, then all backward. `1f1b`:
+What: splits the model into stages so that each device has the same cost by the FLOPs that a dry run counts (including
+the head and experts, which a split by number of layers ignores), and runs them with torch's schedules. `gpipe`: all forward, then all backward. `1f1b`:
 alternates forward and backward, so that at most as many micro-batches as stages are in flight. `interleaved`: several
 stages per device, a smaller bubble, more messages. `zero_bubble` and `zbv`: compute weight gradients separately from
 input gradients to fill the bubble; `zbv` folds the pipeline into a V.
 Helps: weights, gradients, optimizer and activations shrink with the number of devices, and only hidden states travel,
 between neighbours: the most tolerant of slow links.
 Hurts: devices idle while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; needs
-many micro-batches. Recurrent layers, attention sinks and chunked attention are split like others. Refused: experts, and
+many micro-batches. Recurrent layers, attention sinks, chunked attention and experts are split like others; a
+load-balancing loss of experts (engine/moe_aux_loss.py) costs a pass through the pipeline before each step. Refused:
 families that change hidden states outside of their modules (Granite's factor on the embeddings) or pass more than
 hidden states from layer to layer (Gemma 3n and 4).
 Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero
