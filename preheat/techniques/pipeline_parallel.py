@@ -1,10 +1,10 @@
 """Pipeline parallel: splits the layers across devices and streams micro-batches through the stages.
 
 What: splits the model into stages so that each device has the same cost by the FLOPs that a dry run counts (including
-the head and experts, which a split by number of layers ignores), and runs them with torch's schedules. `gpipe`: all forward, then all backward. `1f1b`:
-alternates forward and backward, so that at most as many micro-batches as stages are in flight. `interleaved`: several
-stages per device, a smaller bubble, more messages. `zero_bubble` and `zbv`: compute weight gradients separately from
-input gradients to fill the bubble; `zbv` folds the pipeline into a V.
+the head and experts, which a split by number of layers ignores), and runs them with torch's schedules. `gpipe`: all
+forward, then all backward. `1f1b`: alternates forward and backward, so that at most as many micro-batches as stages are
+in flight. `interleaved`: several stages per device, a smaller bubble, more messages. `zero_bubble` and `zbv`: compute
+weight gradients separately from input gradients to fill the bubble; `zbv` folds the pipeline into a V.
 Helps: weights, gradients, optimizer and activations shrink with the number of devices, and only hidden states travel,
 between neighbours: the most tolerant of slow links.
 Hurts: devices idle while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; needs
