@@ -296,6 +296,8 @@ class Pipeline:
         self._batches: Sequence[Batch] = ()
         self._weight: float | Tensor = 1
         self._total: Tensor | None = None
+        # Before any messages in batches, NCCL needs a call in which all ranks of the group take part.
+        dist.all_reduce(torch.zeros((), device=device), group=group)
 
     def _schedule(self, micro: int, rows: int, length: int) -> Any:
         """Returns torch's schedule for micro-batches of these sizes; caches one, since a run rarely changes them."""
@@ -409,6 +411,7 @@ class Pipeline:
                     out = compute(number, micro, replace(batches[micro], hidden=hidden) if number else batches[micro])
                     if number == self.count - 1:
                         continue
+                    assert out.dtype == self.dtype, f"stage {number} returns {out.dtype} instead of {self.dtype}"
                     if self.ranks[number + 1] == self.rank:
                         inputs[following] = out
                     else:
