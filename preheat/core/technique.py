@@ -6,7 +6,7 @@ They are in one file because their definitions refer to each other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -65,6 +65,7 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
+    balance_loss: bool = False  # a loss that balances the experts' load is added to that of the tokens
     sinks: bool = False  # attention has a learned score per head without a key (gpt-oss)
     special_mixers: str = ""  # recurrent layers, sinks or chunks: what needs whole rows on one device; "": none
     foreign_experts: bool = False  # the model's own code computes the experts, which techniques cannot change then
@@ -330,8 +331,12 @@ class Hooks:
     Attributes:
         transforms: transforms of a batch before the model, in the order of `Order`.
         around_forward: contexts around each forward pass, e.g. autocast.
+        around_batches: wrappers of the slot FORWARD_BACKWARD's function, which a technique that replaces that function
+            instead of calling it applies to its own.
         before_backward: called before each micro-batch with `is_last`; the last backward pass must leave gradients
             complete.
+        before_recompute: called with the transformed micro-batch before its backward pass, if the latest forward pass
+            may have been another one's (in a pipeline).
         finish_gradients: called on complete gradients before clipping, in the order of `Finish`.
         after_update: called after each optimizer step, also after a skipped one (`Build.optimizer.found_inf` is 1).
         around_optimizer: wrappers of the function that creates the optimizer, e.g. to shard the parameters.
@@ -343,7 +348,9 @@ class Hooks:
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
     # Functions, because a context manager can be entered only once.
     around_forward: list[Callable[[], AbstractContextManager[object]]] = field(default_factory=list)
+    around_batches: list[Callable[[SlotFunction], SlotFunction]] = field(default_factory=list)
     before_backward: list[Callable[[bool], None]] = field(default_factory=list)
+    before_recompute: list[Callable[[Batch], None]] = field(default_factory=list)
     finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
     after_update: list[Callable[[Build], None]] = field(default_factory=list)
     around_optimizer: list[Callable[[SlotFunction], SlotFunction]] = field(default_factory=list)
@@ -396,12 +403,15 @@ class ParallelSettings:
         bubble_fraction: micro-batches of a step -> idle time of this device, relative to its compute time: while a
             pipeline fills and drains, and while it waits for devices with more to compute.
         duplicated_params: names of parameters that another pipeline stage has too and counts in the norm.
+        pass_forward: (micro-batches of a step, function of a part and a transformed micro-batch that returns hidden
+            states) -> runs the function forward through all stages of a pipeline; None: there is one part.
         full_parameter: returns the full value of a parameter for saving: gathered if an engine keeps it in its own
             layout.
     """
 
     bubble_fraction: Callable[[int], float] = lambda micro_batches: 0.0
     duplicated_params: set[str] = field(default_factory=set)
+    pass_forward: Callable[[Sequence[Batch], Callable[[nn.Module, Batch], Tensor]], None] | None = None
     full_parameter: Callable[[Tensor], Tensor] = lambda p: p.detach()
 
 

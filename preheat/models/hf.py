@@ -180,6 +180,7 @@ def read_facts(config: PretrainedConfig) -> ModelFacts:
         experts_per_token=chosen,
         expert_width=width,
         expert_layers=expert_layers,
+        balance_loss=count > 0 and moe.coefficient(text) > 0,
         sinks=sinks,
         special_mixers=describe_special_mixers(text, sinks),
         foreign_experts=count > 0 and not moe.has_stacked_experts(text.__class__),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = [
+    "BALANCE",
     "BIAS",
     "FAMILIES",
     "TOKENS",
@@ -38,6 +39,7 @@ __all__ = [
     "layers_have_experts",
     "experts_of",
     "has_bias",
+    "number_of",
     "record_routers",
     "register",
     "read_router_records",
@@ -60,8 +62,11 @@ COMPUTE = "preheat_compute"  # attribute of a layer's experts: the function that
 ROUTED = "preheat_routed"  # attribute of a router: its choices since the last call of `read_router_records`
 BIAS = "e_score_correction_bias"
 """transformers' name of a router's buffer, [experts] fp32: added to scores to choose experts, not to weigh them."""
+NUMBER = "preheat_number"  # attribute of a router: its index among those of the whole model
 TOKENS = "expert_tokens"
-"""Metric of a step: tokens per expert, [layers, experts]."""
+"""Metric of a step: tokens per expert, [layers, experts]; of a pipeline stage with zeros for layers of other stages."""
+BALANCE = "balance"
+"""Metric of a step: the load-balancing loss before its coefficient, times the weight."""
 
 
 class Router(Protocol):
@@ -241,7 +246,7 @@ def record_routers(model: nn.Module) -> RouterRecorder:
     config: PretrainedConfig = model.config
     text = config.get_text_config()
     ours, classes = text.model_type in FAMILIES, _router_classes(model)
-    for router in routers(model):
+    for number, router in enumerate(routers(model)):
         # Our forward replaces the router's; that of any other family runs unchanged and is observed.
         if ours:
             forward: Any = types.MethodType(functools.partial(_route, ledger), router)
@@ -250,7 +255,13 @@ def record_routers(model: nn.Module) -> RouterRecorder:
             forward = functools.partial(_record, ledger, router, router.forward, index, sizes_of(text)[1], balanced)
         router.forward = forward  # type: ignore[method-assign]
         setattr(router, ROUTED, None)
+        setattr(router, NUMBER, number)  # a pipeline stage has a part of the routers
     return ledger
+
+
+def number_of(router: nn.Module) -> int:
+    """The index of a recorded router among those of the whole model, also in a pipeline stage."""
+    return int(getattr(router, NUMBER))
 
 
 def _record(
@@ -361,7 +372,10 @@ def _route_by_sigmoid(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def read_router_records(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The routers' records since the last call: tokens per expert, and summed probabilities, [layers, experts] each."""
+    """The routers' records since the last call: tokens per expert, and summed probabilities, [layers, experts] each.
+
+    Layers are those of `model` with experts, at least one: of a pipeline stage, its own.
+    """
     import torch
 
     records = []

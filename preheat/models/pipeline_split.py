@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from preheat.core import MaskSpec
-from preheat.models import hf
+from preheat.models import hf, moe
 from preheat.models.conversions.modules import Passthrough
 from preheat.models.layer_kinds import layer_kinds
-from preheat.models.moe import expert_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -75,6 +74,7 @@ class ModelProfile:
         exit: names of the modules after the layers, including the head.
         before: FLOPs of a row's forward pass before the layers; `each`: of each layer; `after`: after them, including
             the head.
+        weights: parameters of each layer.
         further: entries of the tuple that a layer returns after its hidden states, all None; None: it returns a tensor.
     """
 
@@ -84,6 +84,7 @@ class ModelProfile:
     before: float = 0
     each: list[float] = field(default_factory=list)
     after: float = 0
+    weights: list[int] = field(default_factory=list)
     further: int | None = None
 
 
@@ -100,6 +101,21 @@ def _attend_mean_length(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpe
     repeat = query.shape[1] // key.shape[1]  # query heads per key-value head
     key, value = (t[:, :, :reach].repeat_interleave(repeat, dim=1) for t in (key, value))
     return (query @ key.transpose(-1, -2)).softmax(dim=-1) @ value
+
+
+def _compute_one_expert(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Passes each token through the first expert as often as it has experts: their FLOPs do not depend on which."""
+
+    def multiply(name: str, rows: Tensor) -> Tensor:
+        matrix = getattr(experts, name)[0]
+        return rows @ (matrix if experts.is_transposed else matrix.T)
+
+    rows = hidden.repeat_interleave(chosen.shape[1], dim=0)
+    if experts.has_gate:
+        inner = experts._apply_gate(multiply("gate_up_proj", rows))
+    else:
+        inner = experts.act_fn(multiply("up_proj", rows))
+    return multiply("down_proj", inner).view(*chosen.shape, -1).sum(dim=1)
 
 
 def _list_of_layers(model: PreTrainedModel) -> str:
@@ -135,8 +151,9 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     """Profiles a model in a dry run on meta: modules before, in and after its layers, and their FLOPs.
 
     FLOPs rather than seconds: all devices must split at the same layers, and FLOPs are the same everywhere and known
-    before anything is allocated. Matrix products and convolutions are counted. The elementwise scan of Mamba is not:
-    5 % of a layer of Nemotron 3 Nano 4B, by the formula of `planning.recurrent_kernels`.
+    before anything is allocated. Matrix products and convolutions are counted, those of experts for as many rows as
+    tokens have experts, however these are chosen. The elementwise scan of Mamba is not: 5 % of a layer of Nemotron 3
+    Nano 4B, by the formula of `planning.recurrent_kernels`.
 
     Args:
         config: transformers' configuration; the plain model is run, whatever techniques change in its computation.
@@ -147,13 +164,9 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    if expert_layers(config.get_text_config()):
-        raise ValueError(
-            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not "
-            "pass on"
-        )
     # On meta: a forward pass costs no memory and no arithmetic, and the counter sees every operator's shapes.
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
+    moe.compute_by(model, _compute_one_expert)
     course = ModelProfile(_list_of_layers(model))
     counter = FlopCounterMode(display=False)
     stream = (1, length, config.get_text_config().hidden_size)
@@ -224,6 +237,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         hidden = hf.hidden_states(model, places, places, MaskSpec(), _attend_mean_length)
         hf.head(model)(hidden)
     course.after = counter.get_total_flops() - started
+    course.weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if config.num_hidden_layers != len(course.each):
         raise ValueError(f"{type(model).__name__} runs {len(course.each)} layers of {config.num_hidden_layers}")
     _require_nothing_between(model, course, stream)
@@ -258,13 +272,22 @@ def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, strea
         )
 
 
-def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> list[range]:
+def balance_stages(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    before: float = 0,
+    after: float = 0,
+    devices: Sequence[int] | None = None,
+) -> list[range]:
     """Splits layers into stages with the lowest maximum cost; of these splits returns the most even one.
 
     Args:
         costs: of each layer, in any unit.
         before: cost of the first stage in addition to its layers (the embedding).
         after: cost of the last stage in addition (norm, head and loss).
+        devices: the device of each stage. If some have several, the costs of the devices are evened out first, from the
+            split with the lowest maximum of a stage on, by moving boundaries between stages as long as that helps.
 
     Returns:
         The layers of each stage, at least one.
@@ -280,12 +303,18 @@ def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, af
     if stages > count:
         raise ValueError(f"{count} layers cannot be split into {stages} stages; use at most {count}")
     # Prefix sums: the cost of any range of layers is one subtraction.
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(costs)]
 
     def sum_costs(first: int, end: int) -> float:
         return sums[end] - sums[first] + (before if first == 0 else 0) + (after if end == count else 0)
+
+    def measure(starts: tuple[int, ...]) -> tuple[float, float, float]:
+        """Returns the highest cost of a device and of a stage, and the stages' sum of squares."""
+        each = list(itertools.starmap(sum_costs, itertools.pairwise((*starts, count))))
+        of_devices = dict.fromkeys(devices or (), 0.0)
+        for device, cost in zip(devices or (), each, strict=True):
+            of_devices[device] += cost
+        return max(of_devices.values()), max(each), sum(cost * cost for cost in each)
 
     # best[end]: (highest cost of a stage, sum of squares, first layer of each stage) for the first `end` layers
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
@@ -301,8 +330,28 @@ def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, af
                 for cost in [sum_costs(first, end)]
             )
         best = extended
-    starts = (*best[count][2], count)
-    return [range(first, end) for first, end in itertools.pairwise(starts)]
+    starts = best[count][2]
+    if devices is not None and len(set(devices)) < stages:
+        while (other := min(_move_boundaries(starts, count), key=measure, default=starts)) != starts:
+            if measure(other) >= measure(starts):
+                break
+            starts = other
+    return [range(first, end) for first, end in itertools.pairwise((*starts, count))]
+
+
+def _move_boundaries(starts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+    """Yields the splits of `count` layers in which one or two runs of boundaries between stages are moved by one."""
+    stages = range(1, len(starts))
+    runs = [(first, last) for first in stages for last in range(first, len(starts))]
+    single = [((run, by),) for run in runs for by in (-1, 1)]
+    # Two at once in small pipelines only: their number grows with the fourth power of the stages.
+    double = itertools.combinations([move for (move,) in single], 2) if len(starts) <= 8 else ()
+    for moves in itertools.chain(single, double):
+        moved = list(starts)
+        for (first, last), by in moves:
+            moved[first : last + 1] = [start + by for start in moved[first : last + 1]]
+        if all(first < end for first, end in itertools.pairwise((*moved, count))):
+            yield tuple(moved)
 
 
 def _copy_shallow(module: M) -> M:

@@ -200,15 +200,19 @@ class Recorder(TorchDispatchMode):
         """Marks the kernels from now on as gradient reduction, or ends that."""
         self.summing = now
 
-    def notice_pass(self, micro: int, starts: bool) -> None:
-        """Notes that a pass of a micro-batch through a stage of a pipeline starts or ends."""
-        if micro == 0:
+    def notice_pass(self, micro: int, what: str, starts: bool) -> None:
+        """Notes that a pass of a micro-batch through a stage of a pipeline starts or ends; `what` as in `Span`."""
+        if micro == 0 and what != "first":
             return
         if starts:
             self._start_of_pass = self.mark()
             return
         since = self._start_of_pass
         assert since is not None, "a pass ends after its start"
+        if what == "first":  # which counts the tokens of experts (engine/moe_aux_loss.py)
+            self.recomputed += sum(k.flops * n for k, n in (self.kernels - since.kernels).items())
+        if micro == 0:
+            return
         self.later += self.kernels - since.kernels - (self.sums - since.sums)
         self.recomputed_later += self.recomputed - since.recomputed
 

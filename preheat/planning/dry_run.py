@@ -158,9 +158,11 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
             _count_remaining(recorder, len(micros), len(batches))
             batches = all_batches
         if more := len(micros) - len(batches):
-            # With that hook, only the last micro-batch reduces gradients.
-            recorder.repeat_kernels(marks[-1], more, sums=not build.hooks.before_backward)
-        if build.model.experts and len(first_pass) == len(batches) > 1:  # the first pass is repeated for each one
+            # With that hook, only the last micro-batch reduces gradients, unless each of them does.
+            each = not build.hooks.before_backward or Tag.REDUCE_EACH_MICRO_BATCH in build.tags
+            recorder.repeat_kernels(marks[-1], more, sums=each)
+        # The first pass is repeated for each one; a pipeline's is among the passes of `notice_pass`.
+        if build.model.experts and len(first_pass) == len(batches) > 1:
             # The load-balancing loss of experts counts tokens in a first pass over all micro-batches
             # (engine/moe_aux_loss.py).
             first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})

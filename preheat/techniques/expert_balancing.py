@@ -129,14 +129,17 @@ class ExpertBalancing(Technique):
         config.router_aux_loss_coef = coefficient
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        from preheat.models.moe import TOKENS, coefficient, has_bias, routers
+        import torch
 
-        layers = len(routers(part))
+        from preheat.models.moe import TOKENS, coefficient, has_bias, number_of, routers
+
+        layers = build.model.expert_layers
         if self.method == "loss":
             return Change(
                 f"load-balancing loss x {coefficient(part.config):g} over {layers} layers with experts", layers
             )
         biases = add_bias(part)
+        numbers = [number_of(router) for router in routers(part)]  # a pipeline stage has some of them, or none
 
         def move(build: Build) -> None:
             # A copy: the metrics count this device's rows, and `mesh.add` sums in place.
@@ -145,9 +148,10 @@ class ExpertBalancing(Technique):
             if (skipped := build.optimizer.found_inf) is not None:
                 tokens *= skipped == 0
             # All devices see the same sums and move their copies of the bias alike.
-            move_bias(biases, tokens, self.rate)
+            move_bias(biases, torch.stack([tokens[number] for number in numbers]), self.rate)
 
-        build.hooks.after_update.append(move)
+        if numbers:
+            build.hooks.after_update.append(move)
         scope = (
             "part of the model and of its folder"
             if has_bias(part.config)

@@ -3,7 +3,8 @@
 What: each of `degree` devices holds E / degree of the E experts. A layer sends each token to the devices of its experts
 by all-to-all, they compute, and the results return the same way; no token is dropped. The devices are neighbours within
 those of `fsdp` (or `data_parallel`), which does the rest: attention and everything else is sharded and reduced over all
-of them, an expert's weights and gradients over the devices that hold the same expert.
+of them, an expert's weights and gradients over the devices that hold the same expert. With `pipeline_parallel` the
+devices are those of a stage.
 Helps: experts are most of such a model; FSDP alone gathers all of them on every device for every micro-batch, here only
 tokens travel, and each expert's matmul has more rows.
 Hurts: with uneven load, all ranks wait for the device with the busiest expert; the all-to-all overlaps with nothing;
@@ -98,8 +99,8 @@ class ExpertParallel(Searchable):
             return [f"shards experts, and {model.family} has none; leave it out"]
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
-        if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
-            return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
+        if others := [axis for axis in (Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
+            return [f"goes with data_parallel, fsdp and pipeline_parallel, not the axis {others[0]}; leave one out"]
         devices, degree = sizes[_choose_axis(sizes)], self.expert_degree(sizes)
         if devices < 2 or degree < 2:
             return [
@@ -126,7 +127,8 @@ class ExpertParallel(Searchable):
         # Hybrid sharding: the same experts also exist in the other replicas.
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.combine_meshes(build.mesh.submesh(Axis.REPLICATE), alike)
-        layers = shard_experts(part, among, alike)
+        shard_experts(part, among, alike)
+        layers = build.model.expert_layers  # a pipeline stage has some of them, or none
         summary = (
             f"{build.model.experts} experts of {layers} layers over {degree} devices, "
             f"{build.model.experts // degree} on each; tokens by all-to-all"

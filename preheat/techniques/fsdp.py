@@ -2,10 +2,11 @@
 
 What: torch's FSDP2. A layer's weights are all-gathered before use and freed afterwards; its gradients are
 reduce-scattered as soon as backward has computed them. `reshard_after_forward: false` keeps the gathered weights until
-backward has used them: less communication, more memory.
+the last backward pass of a step has used them: less communication, more memory.
 Helps: memory of weights, gradients and optimizer falls with the number of devices; communication overlaps with compute.
-Hurts: every layer's weights are gathered twice per micro-batch (three times the bytes of data parallel's gradients), so
-slow links and small batches suffer. With `replicate`, gathers stay within a group of devices (hybrid sharding, HSDP).
+Hurts: every layer's weights are gathered twice per micro-batch (three times the bytes of data parallel's gradients), or
+once per step if kept, so slow links and small batches suffer. With `replicate`, gathers stay within a group of devices
+(hybrid sharding, HSDP).
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard_after_forward` is its stage 3, without it stage 2;
 Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
@@ -66,7 +67,7 @@ class FSDP(Searchable):
 
     reshard_after_forward: bool = True
     """Free a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them
-    (ZeRO-2)."""
+    until the last micro-batch of the step (ZeRO-2)."""
     replicate: Count = 1
     """Hybrid sharding: number of groups of devices that each hold a full copy of the weights; set it to the number of
     hosts to gather within hosts only."""
@@ -135,6 +136,9 @@ class FSDP(Searchable):
             build.storage_device = torch.device("cpu")
         # Every access to weights goes through this slot, e.g. a loss that reads the head's matrix.
         build.claim(Slot.UNSHARD_SCOPE, fully_shard.forward_through(part), self.name())
+        if not self.reshard_after_forward:
+            # Called with `is_last`: weights do not change between the micro-batches of a step, so one gather is enough.
+            build.hooks.before_backward.append(cast("FSDPModule", part).set_reshard_after_backward)
         if self.reduce == "last":
             # The engine calls it with `is_last`: only the last micro-batch reduces its gradients.
             build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)

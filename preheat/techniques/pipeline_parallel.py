@@ -1,14 +1,15 @@
 """Pipeline parallel: splits the layers across devices and streams micro-batches through the stages.
 
-What: splits the model into stages of equal cost by the FLOPs that a dry run counts (including the head, which a split
-by number of layers ignores), and runs them with torch's schedules. `gpipe`: all forward, then all backward. `1f1b`:
-alternates forward and backward, so that at most as many micro-batches as stages are in flight. `interleaved`: several
-stages per device, a smaller bubble, more messages. `zero_bubble` and `zbv`: compute weight gradients separately from
-input gradients to fill the bubble; `zbv` folds the pipeline into a V.
+What: splits the model into stages so that each device has the same cost by the FLOPs that a dry run counts (including
+the head and experts, which a split by number of layers ignores), and runs them with torch's schedules. `gpipe`: all
+forward, then all backward. `1f1b`: alternates forward and backward, so that at most as many micro-batches as stages are
+in flight. `interleaved`: several stages per device, a smaller bubble, more messages. `zero_bubble` and `zbv`: compute
+weight gradients separately from input gradients to fill the bubble; `zbv` folds the pipeline into a V.
 Helps: weights, gradients, optimizer and activations shrink with the number of devices, and only hidden states travel,
 between neighbours: the most tolerant of slow links.
 Hurts: devices idle while the pipeline fills and drains, (devices - 1) / micro-batches of the time with `1f1b`; needs
-many micro-batches. Recurrent layers, attention sinks and chunked attention are split like others. Refused: experts, and
+many micro-batches. Recurrent layers, attention sinks, chunked attention and experts are split like others; a
+load-balancing loss of experts (engine/moe_aux_loss.py) costs a pass through the pipeline before each step. Refused:
 families that change hidden states outside of their modules (Granite's factor on the embeddings) or pass more than
 hidden states from layer to layer (Gemma 3n and 4).
 Source: Huang et al. 2019, GPipe (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2024, zero
@@ -18,7 +19,7 @@ bubble (arXiv:2401.10241).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from preheat.core import SlotFunction
     from preheat.models.pipeline_split import ModelProfile
     from preheat.ops.distributed.pipelining import Span
 
@@ -109,7 +111,7 @@ def record_timeline(build: Build) -> Iterator[list[Span]]:
         Span(device=0, stage=0, micro=0, what='forward', start=0.0003, end=0.0121)
     """
     # The slot holds a bound method of `_Runner`.
-    pipeline = build.slot(Slot.FORWARD_BACKWARD).__self__.pipeline  # type: ignore[attr-defined]
+    pipeline = build.slot(Slot.MODEL_LOSS).__self__.pipeline  # type: ignore[attr-defined]
     with pipeline.recorded() as spans:
         yield spans
 
@@ -127,20 +129,28 @@ class _Split:
         """Returns the FLOPs of a device's stages."""
         return sum(cost for cost, d in zip(self.costs, self.devices, strict=True) if d == device)
 
-    def layers(self, device: int) -> int:
-        """Returns the number of layers of a device's stages."""
-        return sum(len(cut) for cut, d in zip(self.cuts, self.devices, strict=True) if d == device)
+    def layers(self, device: int) -> list[int]:
+        """Returns the layers of a device's stages."""
+        return [layer for cut, d in zip(self.cuts, self.devices, strict=True) if d == device for layer in cut]
 
 
 class _Runner:
     """Connects a build's stages and slots with torch's schedule."""
 
     def __init__(self, build: Build, schedule: str, stages: Mapping[int, nn.Module], count: int, dtype: Any):
+        from preheat.models.moe import BALANCE, TOKENS
         from preheat.ops.distributed.pipelining import Pipeline
+
+        self.build = build
+        self.metrics: dict[str, Tensor] = {}
 
         def forward(part: nn.Module, batch: Batch) -> Tensor:
             output, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
-            assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
+            assert metrics.keys() <= {TOKENS, BALANCE}, (
+                "check refuses objectives with metrics: only the last stage's device would have them"
+            )
+            for name, value in metrics.items():
+                self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
             # Only the last stage has a loss to scale; the others return hidden states.
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
                 output = change(output)
@@ -152,19 +162,43 @@ class _Runner:
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
-            stages, count, group, schedule, forward, width=build.model.width, dtype=dtype, device=build.torch_device
+            stages,
+            count,
+            group,
+            schedule,
+            forward,
+            width=build.model.width,
+            dtype=dtype,
+            device=build.torch_device,
+            before_backward=self._tell_backward,
         )
+
+    def _tell_backward(self, batch: Batch) -> None:
+        for tell in self.build.hooks.before_recompute:
+            tell(batch)
 
     def forward_backward(self, build: Build, batches: Sequence[Batch], global_weight: Tensor | float) -> LossSum:
-        from preheat.ops.distributed.pipelining import pad_micro_batches
-
-        moved = [build.transform_batch(batch) for batch in batches]
+        self.metrics = {}
         # At least 1: a global batch without labels must not divide by zero.
         weight = max(global_weight, 1) if isinstance(global_weight, int | float) else global_weight
-        # torch's schedules need micro-batches of one shape, and as many of them as were announced.
-        return LossSum(
-            self.pipeline.step(pad_micro_batches(moved, build.state.accumulation), weight, cut=self.cut), global_weight
-        )
+        total = self.pipeline.step(self._prepare(batches), weight, cut=self.cut)
+        return LossSum(total, global_weight, self.metrics)
+
+    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Returns transformed micro-batches of one shape, as many as were announced: torch's schedules need both."""
+        from preheat.ops.distributed.pipelining import pad_micro_batches
+
+        moved = [self.build.transform_batch(batch) for batch in batches]
+        return pad_micro_batches(moved, self.build.state.accumulation)
+
+    def pass_forward(self, batches: Sequence[Batch], compute: Callable[[nn.Module, Batch], Tensor]) -> None:
+        """Runs `compute`, which returns hidden states, on all micro-batches of a step through all stages."""
+
+        def forward(part: nn.Module, batch: Batch) -> Tensor:
+            hidden: Tensor = self.build.slot(Slot.UNSHARD_SCOPE)(part, lambda: compute(part, batch))
+            return hidden
+
+        self.pipeline.pass_forward(self._prepare(batches), forward, self.cut)
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
         """Computes the loss of a transformed batch without gradients. It is the same on all devices of the pipeline."""
@@ -218,12 +252,6 @@ class PipelineParallel(Searchable):
             problems.append(
                 f"degree: {self.degree} devices with {self._each} stages each are {count} "
                 f"stages, and the model has {context.model.layers} layers; use fewer"
-            )
-        # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building.
-        if context.model.experts:
-            problems.append(
-                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
-                "do not pass on; use fsdp, with expert_parallel"
             )
         problems += self._find_batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
@@ -324,7 +352,11 @@ class PipelineParallel(Searchable):
         half = cast or Tag.BF16_ALL_GATHER in build.tags
         dtype = torch.bfloat16 if half else hf.embedding(part).weight.dtype
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
-        build.claim(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
+        forward_backward: SlotFunction = runner.forward_backward
+        for wrap in build.hooks.around_batches:
+            forward_backward = wrap(forward_backward)
+        build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        build.parallel.pass_forward = runner.pass_forward
         build.claim(Slot.MODEL_LOSS, runner.forward, self.name())
         # How far the most expensive stage exceeds the mean.
         share = max(costs) * count / sum(costs) - 1
@@ -345,7 +377,7 @@ class PipelineParallel(Searchable):
         Raises:
             RecipeError: the model cannot be split.
         """
-        from preheat.models import pipeline_split
+        from preheat.models import moe, pipeline_split
         from preheat.ops.distributed.pipelining import ranks_of
 
         count = self.degree * self._each
@@ -353,14 +385,17 @@ class PipelineParallel(Searchable):
             # The plain configuration is profiled: cuts must be the same on all devices and before anything is
             # allocated.
             course = pipeline_split.observe(config, recipe.batch.seq_len, trust=recipe.model.trust_remote_code)
-            # A backward pass costs two forward passes; with recomputation the layers cost three.
-            after = course.after * (0.75 if Tag.RECOMPUTATION in tags else 1)
-            cuts = pipeline_split.balance_stages(course.each, count, before=course.before, after=after)
+            # A backward pass costs two forward passes. Recomputation repeats that of the layers, and so does the pass
+            # that counts the tokens of experts for their balance loss.
+            passes = 3 + (Tag.RECOMPUTATION in tags) + (moe.coefficient(config.get_text_config()) > 0)
+            after = course.after * 3 / passes
+            devices = ranks_of(count, self.degree, self.schedule)
+            cuts = pipeline_split.balance_stages(course.each, count, before=course.before, after=after, devices=devices)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
         costs[-1] += after
-        return _Split(course, cuts, costs, ranks_of(count, self.degree, self.schedule))
+        return _Split(course, cuts, costs, devices)
 
     def micro_batches_in_flight(self, micro_batches: int) -> float:
         return self._count_in_flight(0, micro_batches)
@@ -388,13 +423,14 @@ class PipelineParallel(Searchable):
         micros = math.prod(t.micro_batch_count() for t in context.recipe.techniques.values())
         layers = [split.layers(device) for device in range(self.degree)]
         # Activations, in those of a layer and micro-batch.
-        activations = [count * self._count_in_flight(device, micros) for device, count in enumerate(layers)]
-        # An embedding in layers of 12 width^2 weights: attention (4) and a feed-forward part (8).
-        embedding = context.model.vocabulary / (12 * context.model.width)
+        activations = [len(own) * self._count_in_flight(device, micros) for device, own in enumerate(layers)]
+        # A layer with experts has many times the weights of one without.
+        weights = [sum(split.course.weights[layer] for layer in own) for own in layers]
+        embedding = context.model.vocabulary * context.model.width
         # Later devices with more activations or more weights than the first one, which has the embedding.
-        most = {activations.index(max(activations)), layers.index(max(layers))}
-        later = {d for d in most if activations[d] > activations[0] or layers[d] - layers[0] > embedding}
-        needs_more = any(activations[d] >= activations[0] and layers[d] - layers[0] >= embedding for d in later)
+        most = {activations.index(max(activations)), weights.index(max(weights))}
+        later = {d for d in most if activations[d] > activations[0] or weights[d] - weights[0] > embedding}
+        needs_more = any(activations[d] >= activations[0] and weights[d] - weights[0] >= embedding for d in later)
         # The head has logits, which count more in small models.
         head = split.devices[-1]
         return later | {head} if needs_more else later | {head, 0}

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from preheat.core import Build, Change, Numerics, Stage, Tag, Technique, Trials
+from preheat.core import Axis, Build, Change, Numerics, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Count, Fraction
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ class Upcycling(Technique):
             weights.compose(
                 EXPERTS, lambda name: expert_matrices(name, weights.read, self.num_experts, self.redrawn, seed)
             )
+            # In a pipeline, the blocks of other stages are read there.
+            if build.mesh.size(Axis.PIPELINE) > 1:
+                weights.leave(r"\.mlp\.(gate|up|down)_proj\.weight$")
             # The dense model has no router, so each is initialized as transformers would.
             weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
             redrawn_note = f", {self.redrawn:.0%} of the inner channels reinitialized" if self.redrawn else ""

@@ -84,6 +84,23 @@ def test_gathered_weights_are_let_go(one: Any) -> None:
     assert kept - let_go > 0.5 * whole
 
 
+@pytest.mark.parametrize(("reshard", "gathers"), [("true", 2 * 4), ("false", 1)])
+@pytest.mark.parametrize(("reduce", "reductions"), [("each", 4), ("last", 1)])
+def test_weights_that_are_kept_are_gathered_once_a_step(
+    reshard: str, gathers: int, reduce: str, reductions: int
+) -> None:
+    """Of four micro-batches two are run, and the others are counted like the second."""
+    sharded = f"fsdp: {{reshard_after_forward: {reshard}, reduce: {reduce}}}"
+    recipe = recipes.override(
+        tiny(f"{{{sharded}, gradient_accumulation: {{steps: 4}}}}", rows=16), "model.num_layers=6", "parallel.devices=4"
+    )
+    kernels = observe(Request(recipe, GPU, vocabulary=96), evaluated=False).kernels
+    counts = Counter(kernel.operator.rpartition("::")[2] for kernel in kernels.elements())
+    layers = 6  # the other groups, at the ends, are not freed after their forward pass
+    assert layers * gathers <= counts["_allgather_base_"] <= (layers + 2) * gathers, counts
+    assert layers * reductions <= counts["_reduce_scatter_base_"] <= (layers + 2) * reductions, counts
+
+
 def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
     gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
     wide = "model={family: llama, num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 256}"
@@ -319,14 +336,22 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
         )  # tokens, labels and positions of 24 more; what travels would be 24 each
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zbv"])
-def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first round of them is on its way before there are gradients; the next is beside them."""
+@pytest.mark.parametrize(
+    ("schedule", "family"),
+    [
+        *((schedule, "llama") for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv")),
+        *((schedule, "qwen3_moe") for schedule in ("1f1b", "interleaved")),
+    ],
+)
+def test_few_micro_batches_of_a_pipeline_take_what_all_take(
+    schedule: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first round of them is on its way before there are gradients; the next is beside them. With experts, all pass through the stages once before."""
     sharded = (
         f"fsdp: {{reduce: last, reshard_after_forward: {'false' if schedule in ('zero_bubble', 'zbv') else 'true'}}}"
     )
     spread = f"{{pipeline_parallel: {{degree: 2, micro_batches: 8, schedule: {schedule}}}, {sharded}}}"
-    wide = "model={family: llama, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
+    wide = f"model={{family: {family}, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}}"
     recipe = recipes.override(tiny(spread, rows=16), wide, "parallel.devices=4", "batch.seq_len=64")
 
     def planned() -> tuple[dict[str, int], Counter[str], int]:
@@ -406,3 +431,25 @@ def test_copies_of_fsdp_read_and_write_each_byte_once(replicas: int) -> None:
     # The replicas are `shards` ranks apart.
     across = {name: size for name, size in calls.items() if name.startswith("allreduce_ of") and f", {shards})" in name}
     assert across == ({f"allreduce_ of {(replicas, shards)}": micros * weights // shards} if replicas > 1 else {})
+
+
+def test_the_stages_of_experts_compute_what_one_device_does_and_hold_their_own() -> None:
+    """A pass before the step counts the tokens of experts: it costs FLOPs that are not the model's."""
+    wide = "model={family: qwen3_moe, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
+
+    def plan(techniques: str, world: int, coefficient: float, rank: int = 0) -> Observation:
+        more = f"model.config={{router_aux_loss_coef: {coefficient}}}"
+        recipe = recipes.override(tiny(rows=8), wide, f"techniques={techniques}", f"parallel.devices={world}", more)
+        return observe(Request(recipe, DEVICE, vocabulary=96), rank=rank, evaluated=False)
+
+    piped = "{pipeline_parallel: {degree: 2, micro_batches: 4}}"
+    for coefficient in (0.0, 0.01):
+        one = plan("{gradient_accumulation: {steps: 4}}", 1, coefficient)
+        stages = [plan(piped, 2, coefficient, rank) for rank in (0, 1)]
+        assert sum(stage.model_flops for stage in stages) == one.model_flops
+        assert sum(sum(stage.flops.values()) for stage in stages) == sum(one.flops.values())
+        assert (sum(one.flops.values()) > one.model_flops) == (coefficient > 0)
+        assert [stage.experts for stage in stages] == [one.experts / 2] * 2
+    split = "{pipeline_parallel: {degree: 2, micro_batches: 2}, fsdp: {reduce: last}, expert_parallel: {degree: 2}}"
+    parameters = plan(split, 4, 0.01).categories["forward"]["parameters"]
+    assert parameters == pytest.approx(one.categories["forward"]["parameters"] / 4, rel=0.05)

@@ -25,9 +25,10 @@ from preheat.hardware.child_processes import local_group
 from ..conftest import DEVICE, split, tiny, uneven
 
 ROWS, LENGTH, BEFORE, AFTER = 8, 32, 3, 3
-FSDP_TP, PP_FSDP = (
+FSDP_TP, PP_FSDP, PP_FSDP_EP = (
     "{fsdp: {}, tensor_parallel: {degree: 2}}",
     "{pipeline_parallel: {micro_batches: 2}, fsdp: {reduce: last}}",
+    "{pipeline_parallel: {micro_batches: 2}, fsdp: {reduce: last}, expert_parallel: {}}",
 )
 # processes and techniques; family: what writes, and what goes on from each
 LAYOUTS: dict[str, tuple[list[tuple[int, str]], list[tuple[int, str]]]] = {
@@ -52,13 +53,18 @@ LAYOUTS: dict[str, tuple[list[tuple[int, str]], list[tuple[int, str]]]] = {
         ],
     ),
     "qwen3_moe": (
-        [(4, "{fsdp: {replicate: 2}, expert_parallel: {}}"), (4, "{data_parallel: {}, expert_parallel: {degree: 2}}")],
+        [
+            (4, "{fsdp: {replicate: 2}, expert_parallel: {}}"),
+            (4, "{data_parallel: {}, expert_parallel: {degree: 2}}"),
+            (4, PP_FSDP_EP),
+        ],
         [
             (1, "{}"),
             (2, "{fsdp: {}, expert_parallel: {}}"),
             (2, "{fsdp: {}}"),
             (4, "{fsdp: {}}"),
             (4, "{data_parallel: {}, expert_parallel: {degree: 2}}"),
+            (4, PP_FSDP_EP),
         ],
     ),
 }

@@ -17,6 +17,7 @@ from preheat.core import DATA, Axis, Build
 from preheat.engine.builder import build
 from preheat.engine.evaluate import measure
 from preheat.engine.step import accumulate_gradients, update
+from preheat.models.moe import biases
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.techniques.pipeline_parallel import record_timeline
 
@@ -40,6 +41,13 @@ UNTIED, TIED = ("model.config={tie_word_embeddings: false}",), ("model.config={t
 DEEP = ("model.num_layers=5",)
 RECURRENT_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 RECURRENT = ("model={path: {folder}/qwen3_5_text, weights: random}",)
+# A strong balance loss, and an update that is smooth in the gradient, so that no rounding error tips a token over.
+EXPERTS = ("model.num_experts=6", "model.config={router_aux_loss_coef: 0.5}", "optimizer.eps=0.001")
+# The first stage of several has no experts.
+DENSE_FIRST = ("optimizer.eps=0.001", "model={path: {folder}/glm4_moe, weights: random}")
+LATENT = ("optimizer.eps=0.001", "model={path: {folder}/deepseek_v3, weights: random}")
+BY_BIAS = "expert_balancing: {rate: 0.01}"
+RECOMPUTED = "gradient_accumulation: {steps: 4}, activation_checkpointing: {}"
 CASES = {
     "1f1b, recurrent layers": Case(2, "{pipeline_parallel: {micro_batches: 4}}", sets=RECURRENT),
     "1f1b": Case(2, "{pipeline_parallel: {micro_batches: 4}}"),
@@ -69,6 +77,52 @@ CASES = {
         "{pipeline_parallel: {schedule: zero_bubble, micro_batches: 2}, fsdp: {reduce: last, reshard_after_forward: false}}",
         "qwen3",
     ),
+    "experts, 1f1b, recomputed": Case(
+        2, f"{{pipeline_parallel: {{}}, {RECOMPUTED}}}", "qwen3_moe", f"{{{RECOMPUTED}}}", EXPERTS
+    ),
+    "experts, interleaved": Case(
+        2, "{pipeline_parallel: {schedule: interleaved, micro_batches: 4}}", "qwen3_moe", sets=(*DEEP, *EXPERTS)
+    ),
+    "experts, zero_bubble": Case(
+        4,
+        "{pipeline_parallel: {schedule: zero_bubble, degree: 4, micro_batches: 4}}",
+        "qwen3_moe",
+        sets=(*DEEP, *EXPERTS),
+    ),
+    "experts, zbv": Case(
+        2, "{pipeline_parallel: {schedule: zbv, micro_batches: 4}}", "mixtral", sets=(*DEEP, *EXPERTS)
+    ),
+    "experts, fsdp, expert parallel, uneven rows": Case(
+        4,
+        "{pipeline_parallel: {micro_batches: 2}, fsdp: {reduce: last}, expert_parallel: {}}",
+        "qwen3_moe",
+        sets=EXPERTS,
+        rows=10,
+    ),
+    "experts, data parallel, expert parallel, interleaved": Case(
+        4,
+        "{pipeline_parallel: {schedule: interleaved, micro_batches: 4}, data_parallel: {}, expert_parallel: {}}",
+        "qwen3_moe",
+        sets=(*DEEP, *EXPERTS),
+    ),
+    "experts, by bias, dense first layers": Case(
+        2,
+        f"{{pipeline_parallel: {{micro_batches: 4}}, {BY_BIAS}}}",
+        plain=f"{{gradient_accumulation: {{steps: 4}}, {BY_BIAS}}}",
+        sets=DENSE_FIRST,
+    ),
+    "experts, by bias, expert parallel, dense first layers": Case(
+        4,
+        f"{{pipeline_parallel: {{micro_batches: 4}}, fsdp: {{reduce: last}}, expert_parallel: {{}}, {BY_BIAS}}}",
+        plain=f"{{gradient_accumulation: {{steps: 4}}, {BY_BIAS}}}",
+        sets=DENSE_FIRST,
+    ),
+    "experts, by bias, latent attention, interleaved": Case(
+        2,
+        f"{{pipeline_parallel: {{schedule: interleaved, micro_batches: 4}}, {BY_BIAS}}}",
+        plain=f"{{gradient_accumulation: {{steps: 4}}, {BY_BIAS}}}",
+        sets=LATENT,
+    ),
 }
 
 
@@ -77,17 +131,21 @@ def run(case: Case, folder: Path, name: str, *, rank: int = 0, world: int = 1) -
     techniques = case.techniques if world > 1 else case.plain
     sets = [setting.replace("{folder}", str(folder)) for setting in case.sets]
     recipe = recipes.override(tiny(family=case.family, rows=case.rows), f"techniques={techniques}", *sets)
+    padded = name.startswith("experts")  # of which padding is not counted
     made = build(recipe, vocabulary=96, device=DEVICE)
     found: dict[str, Any] = {"losses": [], "norms": []}
     shares, mine = made.mesh.size(*DATA), made.mesh.index(*DATA)
     for step in range(STEPS):
-        whole = uneven(rows=case.rows, seed=step)
+        whole = uneven(rows=case.rows, seed=step, padded=padded)
         rows = split(whole, [case.rows // shares] * shares)[mine]
         micro = -(-len(rows.tokens) // made.state.accumulation)
         sizes = [min(micro, len(rows.tokens) - start) for start in range(0, len(rows.tokens), micro)]
         loss = accumulate_gradients(made, split(rows, sizes), 0.01)
         total = made.mesh.add(loss.total.clone(), Axis.PIPELINE, *DATA)
         found["losses"].append(float(total) / whole.weight)
+        if "expert_tokens" in loss.metrics:
+            found["tokens"] = made.mesh.add(loss.metrics["expert_tokens"].clone(), Axis.PIPELINE, *DATA)
+            found["scores"] = made.loss.scores({"expert_tokens": found["tokens"]}, 1.0)
         found["norms"].append(update(made, 0.01).tolist()[0])
     if name == "1f1b" and world > 1:
         with record_timeline(made) as spans:
@@ -96,6 +154,7 @@ def run(case: Case, folder: Path, name: str, *, rank: int = 0, world: int = 1) -
         found["spans"] = [tuple(vars(span).values()) for span in spans]
     found["evaluated"] = measure(made, [uneven(rows=3, seed=9), uneven(rows=4, seed=10)]).loss
     found["weights"] = weights(made)
+    found["biases"] = {name: bias.clone() for part in made.trained for name, bias in biases(part).items()}
     torch.save(found, folder / f"{name}.{world}.{rank}")
 
 
@@ -133,6 +192,8 @@ def run_all(place: Path, names: list[str]) -> None:
     tiny_config("qwen3_5_text", num_hidden_layers=3, layer_types=RECURRENT_LAYERS).save_pretrained(
         place / "qwen3_5_text"
     )
+    for family in ("glm4_moe", "deepseek_v3"):
+        tiny_config(family, num_hidden_layers=5, first_k_dense_replace=3).save_pretrained(place / family)
     (place / "names.json").write_text(json.dumps(names))
     with processes(work, PROCESSES, place):
         pass
@@ -167,6 +228,18 @@ def compare(name: str, folder: Path) -> tuple[dict[str, float], set[str]]:
             whole[key] = whole[key][: len(whole[key]) // 3]
     found["weights"] = difference(union, one["weights"])
     return found, twice
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("experts")])
+def test_stages_record_the_loads_and_move_the_biases_of_their_own_experts(folder: Path, name: str) -> None:
+    one = torch.load(folder / f"{name}.1.0")
+    stages = [torch.load(folder / f"{name}.{CASES[name].world}.{rank}") for rank in range(CASES[name].world)]
+    assert all(torch.equal(found["tokens"], one["tokens"]) for found in stages)
+    assert all(found["scores"] == one["scores"] for found in stages)
+    assert set().union(*(found["biases"] for found in stages)) == set(one["biases"])
+    assert bool(one["biases"]) == ("by bias" in name)
+    for found in stages:
+        assert all(torch.equal(bias, one["biases"][name]) for name, bias in found["biases"].items())
 
 
 @pytest.mark.parametrize("name", CASES)

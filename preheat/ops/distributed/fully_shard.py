@@ -36,6 +36,7 @@ __all__ = [
     "OPERATORS",
     "OWN_MESH",
     "forward_through",
+    "keep_gathered",
     "watch_gathers",
     "watch_reductions",
     "replicate_all",
@@ -181,18 +182,32 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMe
     return len(listed) + 1
 
 
+_keeping = False
+
+
+@contextmanager
+def keep_gathered() -> Iterator[None]:
+    """Context manager in which passes without gradients keep weights gathered, because passes with gradients follow."""
+    global _keeping
+    before, _keeping = _keeping, True
+    try:
+        yield
+    finally:
+        _keeping = before
+
+
 def forward_through(part: nn.Module) -> Callable[[nn.Module, Callable[[], T]], T]:
     """Returns a function (module, run) that calls `run` with the gathered weights of the module, `part` or another
     prepared one.
 
-    `run` may use any submodules. Modules without FSDP just call `run`. After a call without gradients the weights are
-    resharded: FSDP would keep them for a backward pass, and a checkpoint written then would not see the parameters that
-    the optimizer knows.
+    `run` may use any submodules. Modules without FSDP just call `run`. After a call without gradients, and not within
+    `keep_gathered`, the weights are resharded: FSDP would keep them for a backward pass, and a checkpoint written then
+    would not see the parameters that the optimizer knows.
     """
 
     def let_go(module: nn.Module, args: tuple[Tensor, ...] = (), output: Tensor | None = None) -> None:
         # With gradients, FSDP frees the weights itself after the backward pass.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not _keeping:
             for m in module.modules():
                 if isinstance(m, FSDPModule):
                     m.reshard()

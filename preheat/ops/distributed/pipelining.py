@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,13 +21,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action, _ComputationType
 
 from preheat.core import Batch
 from preheat.torch_compat import KNOWS_RECEIVED_SHAPES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
     from torch.distributed.pipelining.stage import _RecvInfo
 
 
@@ -49,7 +51,8 @@ class Span:
         device: its rank in the pipeline.
         stage: stage of the model.
         micro: micro-batch.
-        what: forward, backward, backward_input or backward_weight (schedules that split the backward pass).
+        what: forward, backward, backward_input or backward_weight (schedules that split the backward pass); first: a
+            pass without gradients before them.
         start, end: seconds since all ranks started.
     """
 
@@ -105,19 +108,48 @@ def pad_micro_batches(batches: Sequence[Batch], count: int) -> list[Batch]:
     return padded + [empty] * (count - len(padded))
 
 
-_watcher: Callable[[int, bool], None] | None = None
+def _is_forward(action: _Action | None) -> bool:
+    return action is not None and action.computation_type == _ComputationType.FORWARD
+
+
+_watcher: Callable[[int, str, bool], None] | None = None
 
 
 @contextmanager
-def watch_micro_batches(tell: Callable[[int, bool], None]) -> Iterator[None]:
-    """Context manager that calls `tell` with the number of a micro-batch when it starts (True) and ends (False) a
-    forward or backward pass through a stage of this rank."""
+def watch_micro_batches(tell: Callable[[int, str, bool], None]) -> Iterator[None]:
+    """Context manager that calls `tell` with the number of a micro-batch and the kind of pass (`Span.what`) when it
+    starts (True) and ends (False) a pass through a stage of this rank."""
     global _watcher
     before, _watcher = _watcher, tell
     try:
         yield
     finally:
         _watcher = before
+
+
+def _plan_forward(orders: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int] | None]]:
+    """Plans forward passes in rounds, after each of which the ranks exchange hidden states.
+
+    Args:
+        orders: for each rank, the (stage, micro-batch) of its passes in order.
+
+    Returns:
+        For each round, the pass of each rank; None: it waits.
+
+    Example:
+        >>> _plan_forward([[(0, 0), (0, 1)], [(1, 0), (1, 1)]])
+        [[(0, 0), None], [(0, 1), (1, 0)], [None, (1, 1)]]
+    """
+    queues = [deque(order) for order in orders]
+    ready = {(0, micro) for order in orders for stage, micro in order if stage == 0}
+    rounds: list[list[tuple[int, int] | None]] = []
+    while any(queues):
+        passes = [queue.popleft() if queue and queue[0] in ready else None for queue in queues]
+        assert any(passes), "the passes of some rank are in no order that can run"
+        # Results of this round are inputs of the next one.
+        ready |= {(done[0] + 1, done[1]) for done in passes if done is not None}
+        rounds.append(passes)
+    return rounds
 
 
 def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None:
@@ -213,6 +245,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         what = "backward" if kwargs.get("full_backward", True) else "backward_input"
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, what):
+            self.pipeline.tell_backward(bwd_chunk_id)
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         # Both passes of this micro-batch have used its received tensors.
         for buffers in (self.args_recv_info, self.grad_recv_info):
@@ -235,6 +268,7 @@ class Pipeline:
         forward: (module, batch; `hidden` set except for the first stage) -> hidden states; for the last stage the sum
             of the losses, [].
         width, dtype: of the hidden states that are sent.
+        before_backward: called with a micro-batch before its backward pass through a stage.
     """
 
     def __init__(
@@ -248,7 +282,9 @@ class Pipeline:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        before_backward: Callable[[Batch], None] = lambda batch: None,
     ):
+        self.before_backward = before_backward
         self.modules, self.count, self.group, self.schedule = modules, count, group, schedule
         self.forward, self.width, self.dtype, self.device = forward, width, dtype, device
         self.ranks = ranks_of(count, dist.get_world_size(group), schedule)
@@ -260,6 +296,8 @@ class Pipeline:
         self._batches: Sequence[Batch] = ()
         self._weight: float | Tensor = 1
         self._total: Tensor | None = None
+        # Before any messages in batches, NCCL needs a call in which all ranks of the group take part.
+        dist.all_reduce(torch.zeros((), device=device), group=group)
 
     def _schedule(self, micro: int, rows: int, length: int) -> Any:
         """Returns torch's schedule for micro-batches of these sizes; caches one, since a run rarely changes them."""
@@ -284,6 +322,9 @@ class Pipeline:
         self._total = out.detach() if self._total is None else self._total + out.detach()
         return torch.stack([out / self._weight])
 
+    def tell_backward(self, micro: int) -> None:
+        self.before_backward(self._batches[micro])
+
     def step(self, batches: Sequence[Batch], weight: float | Tensor, *, cut: int = 1) -> Tensor:
         """Accumulates gradients of `sum of losses / weight` over micro-batches of equal shape into `.grad`.
 
@@ -303,39 +344,97 @@ class Pipeline:
 
     def read(self, batch: Batch, *, cut: int = 1) -> Tensor:
         """Returns the sum of a batch's losses, forward only, on every rank of the pipeline."""
-        rows, length = batch.tokens.shape
-        hidden: Tensor | None = None
-        sends, total = [], torch.zeros((), device=self.device)
-        # In ascending order, so that a rank with two stages (zbv) has the first one's result when it needs it.
-        for number, module in self.modules.items():
-            if number and self.ranks[number - 1] != self.rank:
-                hidden = torch.empty(rows, length // cut, self.width, dtype=self.dtype, device=self.device)
-                dist.recv(hidden, group=self.group, group_src=self.ranks[number - 1])
-            hidden = self.forward(module, batch if number == 0 else replace(batch, hidden=hidden))
+        total = torch.zeros((), device=self.device)
+
+        def compute(number: int, _: int, batch: Batch) -> Tensor:
+            out = self.forward(self.modules[number], batch)
             if number == self.count - 1:
-                total = hidden
-            elif self.ranks[number + 1] != self.rank:
-                # Without waiting: the next rank may still be busy, and this rank has nothing else to hold it up.
-                sends.append(
-                    (dist.isend(hidden.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), hidden)
-                )
-        # `sends` keeps the sent tensors alive until here.
-        for work, _ in sends:
-            assert work is not None
-            work.wait()
-        total = total.clone()
+                total.copy_(out)
+            return out
+
+        self._run_rounds([batch], self._order_stages(1), compute, cut)
         # Only the last stage's rank has a total that is not 0.
         dist.all_reduce(total, group=self.group)
         return total
+
+    def pass_forward(self, batches: Sequence[Batch], forward: Callable[[nn.Module, Batch], Tensor], cut: int) -> None:
+        """Runs `forward` on micro-batches of equal shape through all stages, forward only.
+
+        Each rank runs its passes in the order of the schedule, so that random numbers are drawn alike in both.
+
+        Args:
+            forward: (module, batch) -> hidden states, as the pipeline's own; what the last stage returns is dropped.
+            cut: as in `step`.
+        """
+
+        def compute(number: int, micro: int, batch: Batch) -> Tensor:
+            with self.noted(number, micro, "first"):
+                return forward(self.modules[number], batch)
+
+        rows, length = batches[0].tokens.shape
+        schedule = self._schedule(len(batches), rows, length // cut)
+        orders = (
+            self._order_stages(len(batches))
+            if isinstance(schedule, PipelineScheduleSingle)
+            else [
+                [(action.stage_index, action.microbatch_index) for action in order if _is_forward(action)]
+                for _, order in sorted(schedule.pipeline_order.items())
+            ]
+        )
+        self._run_rounds(batches, orders, compute, cut)
+
+    def _order_stages(self, micros: int) -> list[list[tuple[int, int]]]:
+        """Returns the passes of each rank by micro-batch, and of each by stage."""
+        ranks = range(dist.get_world_size(self.group))
+        passes = [(stage, micro) for micro in range(micros) for stage in range(self.count)]
+        return [[each for each in passes if self.ranks[each[0]] == rank] for rank in ranks]
+
+    def _run_rounds(
+        self,
+        batches: Sequence[Batch],
+        orders: Sequence[Sequence[tuple[int, int]]],
+        compute: Callable[[int, int, Batch], Tensor],
+        cut: int,
+    ) -> None:
+        """Computes each pass of this rank, and exchanges hidden states with other ranks between the rounds."""
+        rows, length = batches[0].tokens.shape
+        inputs: dict[tuple[int, int], Tensor] = {}
+        for passes in _plan_forward(orders):
+            ops: list[dist.P2POp] = []
+            for rank, each in enumerate(passes):
+                if each is None:
+                    continue
+                number, micro = each
+                following = (number + 1, micro)
+                if rank == self.rank:
+                    hidden = inputs.pop(each, None)
+                    out = compute(number, micro, replace(batches[micro], hidden=hidden) if number else batches[micro])
+                    if number == self.count - 1:
+                        continue
+                    assert out.dtype == self.dtype, f"stage {number} returns {out.dtype} instead of {self.dtype}"
+                    if self.ranks[number + 1] == self.rank:
+                        inputs[following] = out
+                    else:
+                        ops.append(self._exchange(dist.isend, out.contiguous(), self.ranks[number + 1]))
+                elif number < self.count - 1 and self.ranks[number + 1] == self.rank:
+                    shape = (rows, length // cut, self.width)
+                    inputs[following] = torch.empty(shape, dtype=self.dtype, device=self.device)
+                    ops.append(self._exchange(dist.irecv, inputs[following], rank))
+            # In one batch: two ranks that each send first would wait for each other.
+            for work in dist.batch_isend_irecv(ops) if ops else ():
+                work.wait()
+
+    def _exchange(self, operation: Callable[..., object], hidden: Tensor, other: int) -> dist.P2POp:
+        return dist.P2POp(operation, hidden, group=self.group, group_peer=other)
 
     @contextmanager
     def noted(self, stage: int, micro: int, what: str) -> Iterator[None]:
         """Context manager around a pass, of which it tells `watch_micro_batches`, or records a span while
         `recorded` is active."""
         if _watcher is not None:
-            _watcher(micro, True)
+            _watcher(micro, what, True)
             yield
-            _watcher(micro, False)
+            _watcher(micro, what, False)
             return
         if self.spans is None:
             yield

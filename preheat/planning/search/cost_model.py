@@ -247,7 +247,10 @@ def estimate(
     if Tag.RECOMPUTATION not in tags:
         memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
-    working = rows * _estimate_busiest_stage(model.layers, cost.seconds, pipeline) / (tensor * context)
+    layer_seconds, end_seconds = cost.seconds
+    if _counts_tokens_first(model, sizes, micros):
+        layer_seconds *= 1 + 1 / (4 if Tag.RECOMPUTATION in tags else 3)  # one more forward pass
+    working = rows * _estimate_busiest_stage(model.layers, (layer_seconds, end_seconds), pipeline) / (tensor * context)
     # Rows of all devices that split the experts meet at each expert.
     working -= (rows - micros / expert_degree) * cost.once[0] * layers / (tensor * context)
     if isinstance(rates, Roofline):
@@ -265,6 +268,11 @@ def estimate(
     update = divide_among_all(cost.update) / updating if updating > 1 else divide_among_part(cost.update)
     time += update + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
+
+
+def _counts_tokens_first(model: ModelFacts, sizes: Mapping[Axis, int], micros: int) -> bool:
+    """True if a pass over all micro-batches counts the tokens of experts before the step (engine/moe_aux_loss.py)."""
+    return model.balance_loss and (micros > 1 or sizes[Axis.PIPELINE] > 1)
 
 
 def _estimate_saved_bytes(saved: float, hidden: int, tensor: int, tags: frozenset[Tag]) -> float:
@@ -379,6 +387,7 @@ def _estimate_communication(
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
     # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward; recomputation repeats one.
     reduced = 5 if Tag.RECOMPUTATION in tags else 4
+    counted = _counts_tokens_first(model, sizes, micros)
     waiting = micros * layers * reduced * time_between("all_reduce", hidden, *find_span(Axis.TENSOR))
     waiting += (
         micros * layers * 4 * time_between("all_to_all_single", hidden / sizes[Axis.TENSOR], *find_span(Axis.CONTEXT))
@@ -386,6 +395,7 @@ def _estimate_communication(
     if degree > 1:
         # Each token goes to the devices of its experts, and back; recomputation sends it once more.
         times, routed = 6 if Tag.RECOMPUTATION in tags else 4, hidden * model.experts_per_token
+        times += 2 if counted else 0
         exchange = time_between("all_to_all_single", routed, degree, find_span(splitting)[1])
         waiting += micros * model.expert_layers * times * exchange
     reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
@@ -395,9 +405,9 @@ def _estimate_communication(
     # Expert parallelism shards weights too, but gathers none on replicas.
     if Tag.SHARDED_WEIGHTS in tags and sizes[Axis.SHARD] * sizes[Axis.CONTEXT] > 1:
         # Resharded weights are gathered once for forward and once for backward; a stage of a pipeline keeps them from
-        # a backward pass to the next forward pass.
-        resharded = Tag.RESHARD_AFTER_FORWARD in tags
-        gathers = micros * (2 if resharded else 1) if sizes[Axis.PIPELINE] == 1 else micros + 1 if resharded else 1
+        # a backward pass to the next forward pass. All others are gathered once a step.
+        again = (2 * micros if sizes[Axis.PIPELINE] == 1 else micros + 1) + (micros if counted else 0)
+        gathers = again if Tag.RESHARD_AFTER_FORWARD in tags else 1
         shards = (Axis.SHARD, Axis.CONTEXT)
         # FSDP copies weights out of the buffer of a gather, and gradients into that of a reduction.
         copying += gathers * count_copied(gathered) + reductions * count_copied(trained)

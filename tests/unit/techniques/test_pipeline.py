@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 from preheat import recipe as recipes
-from preheat.core import Axis, Context, Tag, conflicts_of
+from preheat.core import Axis, Context, MaskSpec, Tag, conflicts_of
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.models import hf, pipeline_split
+from preheat.models import hf, moe, pipeline_split
 from preheat.models.weights import WeightSource, materialize
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.distributed.pipelining import pad_micro_batches, ranks_of
+from preheat.ops.grouped_mm import compute_experts
 
 from ...architectures.tiny import tiny_config
 from ...conftest import DEVICE, split, tiny, uneven
@@ -43,6 +45,34 @@ def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
         assert dearest(tuple(cut.start for cut in made)) == cheapest
     with pytest.raises(ValueError, match="use at most 2"):
         pipeline_split.balance_stages([1, 1], 3)
+
+
+def test_the_devices_of_several_stages_have_even_costs() -> None:
+    """By stage alone the first device of an interleaved pipeline may have all of the larger stages."""
+    draw = random.Random(0)
+    excess = []
+    for number in range(40):
+        devices = ranks_of(4, 2, "interleaved" if number % 2 else "zbv")
+        costs = [draw.choice((3, 7)) for _ in range(draw.randint(4, 9))]
+        after = draw.randint(0, 20)
+
+        def dearest(starts: tuple[int, ...], costs: list[int] = costs, devices: list[int] = devices) -> int:
+            ends = (*starts[1:], len(costs))
+            of_devices = [0, 0]
+            for device, first, end in zip(devices, starts, ends, strict=True):
+                of_devices[device] += sum(costs[first:end])
+            of_devices[devices[-1]] += after  # noqa: B023
+            return max(of_devices)
+
+        best = min(dearest((0, *inner)) for inner in itertools.combinations(range(1, len(costs)), 3))
+        by_stage, by_device = (
+            dearest(tuple(cut.start for cut in pipeline_split.balance_stages(costs, 4, after=after, devices=given)))
+            for given in (None, devices)
+        )
+        assert by_device <= by_stage
+        excess.append((by_stage / best, by_device / best))
+    assert sum(by_stage for by_stage, _ in excess) > 1.05 * len(excess)
+    assert sum(by_device for _, by_device in excess) < 1.01 * len(excess)
 
 
 def config(family: str, **more: Any) -> Any:
@@ -73,7 +103,31 @@ def test_the_dry_run_counts_what_a_layer_and_the_head_cost() -> None:
     assert sorted(seen.exit) == ["lm_head", "model.norm"]
 
 
-# One architecture of each kind of token mixer, without experts.
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "granitemoehybrid"]
+)
+def test_the_dry_run_counts_what_experts_cost(family: str) -> None:
+    """A router, the experts of a token and the shared expert, wherever a layer has them: as in a pass with values."""
+    settings = tiny_config(family)
+    profile = pipeline_split.observe(settings, 32)
+    model = hf.build_on_meta(settings).eval()
+    moe.compute_by(model, compute_experts)
+    materialize(model, torch.device("cpu"))
+    WeightSource().fill(model, seed=0)
+    tokens = torch.randint(96, (1, 32), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        attend = pipeline_split._attend_mean_length
+        hidden = hf.hidden_states(model, tokens, torch.arange(32)[None], MaskSpec(), attend)
+        hf.compute_logits(model, hidden)
+    assert profile.before + sum(profile.each) + profile.after == counter.get_total_flops()
+    if family == "glm4_moe":  # the layer with experts is the second one
+        routed, width = 2 + 1, settings.hidden_size  # of a token, and the shared one
+        router = 2 * 32 * width * settings.n_routed_experts
+        experts = 3 * routed * settings.moe_intermediate_size - 3 * settings.intermediate_size
+        assert profile.each[1] - profile.each[0] == router + 2 * 32 * width * experts
+
+
+# One architecture of each kind of token mixer, without experts, and some with experts.
 MIXERS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "falcon_h1": {},
@@ -82,6 +136,10 @@ MIXERS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "mamba2": {},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3_moe": {"mlp_only_layers": [2]},
+    "glm4_moe": {"first_k_dense_replace": 2},
+    "deepseek_v3": {},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"] * 2,
         "moe_layers": [],
