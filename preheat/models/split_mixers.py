@@ -1,0 +1,253 @@
+"""Recurrent mixers of rows that are split across devices: some heads of whole rows each, or whole rows on each.
+
+The projections of a mixer are per position, and its convolution and scan are per head. So each device projects its own
+positions, an all-to-all gives it all positions of its heads, a copy of the mixer with these heads' weights computes
+them, and a second all-to-all returns the positions to their devices, which apply norm and output projection. This is
+done for mixers whose parts are known: Mamba-2, gated delta rules and short convolutions, by their parts and not by
+family. Any other mixer gets all positions and computes all of them on each device.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preheat.core import SplitAttention
+
+__all__ = ["count_split_mixers", "HeadSplit", "find_head_split", "mix_heads"]
+
+Columns = tuple[tuple[int, int], ...]
+"""Ranges (start, stop) of channels, in order."""
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """The heads of a mixer that one device computes.
+
+    Attributes:
+        projected: for each input projection, the outputs that the device gets.
+        convolution: the name of the convolution.
+        channels: the channels of the convolution.
+        heads: for each parameter with a number per head, the heads.
+        sizes: the attributes of the mixer that count heads and channels.
+        gate: leading outputs of the first projection that stay on their device, as the gate of its norm.
+    """
+
+    projected: Mapping[str, Columns]
+    convolution: str
+    channels: Columns
+    heads: Mapping[str, Columns] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    gate: int = 0
+
+
+def count_split_mixers(mixers: Sequence[nn.Module], degree: int) -> tuple[int, int]:
+    """Returns the number of mixers whose heads are split across devices, and of those that each computes whole."""
+    split = sum(find_head_split(mixer, degree, 0) is not None for mixer in mixers)
+    return split, len(mixers) - split
+
+
+def find_head_split(mixer: nn.Module, degree: int, rank: int) -> HeadSplit | None:
+    """Returns the heads of a mixer that a device computes; None: they cannot be split, so each computes all of them."""
+    return next(
+        (
+            split
+            for find in (_split_mamba, _split_delta_rule, _split_convolution)
+            if (split := find(mixer, degree, rank)) is not None
+        ),
+        None,
+    )
+
+
+def _has_parts(mixer: nn.Module, children: str, parameters: str = "") -> bool:
+    """True if a mixer consists of these modules and parameters, and of nothing else that has a state."""
+    modules = {name for name, module in mixer.named_children() if name != "act"}
+    return (
+        modules == set(children.split())
+        and set(mixer._parameters) == set(parameters.split())
+        and set(mixer._buffers) <= {"mup_vector"}
+    )
+
+
+def _own(start: int, size: int, degree: int, rank: int) -> tuple[int, int]:
+    """This device's range of `size` channels that begin at `start`."""
+    part = size // degree
+    return start + rank * part, start + (rank + 1) * part
+
+
+def _split_mamba(mixer: Any, degree: int, rank: int) -> HeadSplit | None:
+    """Mamba-2: its input projection gives a gate, the heads' inputs, states B and C of each group, and time steps."""
+    if not _has_parts(mixer, "in_proj conv1d norm out_proj", "dt_bias A_log D"):
+        return None
+    heads, groups, state, inner = mixer.num_heads, mixer.n_groups, mixer.ssm_state_size, mixer.intermediate_size
+    # A group is cut out for each of the devices that share it.
+    if heads % degree or (groups % degree and degree % groups) or inner != heads * mixer.head_dim:
+        return None
+    own_groups = max(groups // degree, 1)
+    first = rank * groups // degree * state
+    states = [(start + first, start + first + own_groups * state) for start in (inner, inner + groups * state)]
+    channels = (_own(0, inner, degree, rank), *states)
+    # Without a norm the gate is applied head by head (Falcon-H1).
+    gate = 0 if isinstance(mixer.norm, nn.Identity) else inner
+    end = inner + mixer.conv_dim
+    sent = () if gate else (_own(0, inner, degree, rank),)
+    own_heads = (_own(0, heads, degree, rank),)
+    return HeadSplit(
+        projected={"in_proj": (*sent, *((inner + a, inner + b) for a, b in channels), _own(end, heads, degree, rank))},
+        convolution="conv1d",
+        channels=channels,
+        heads=dict.fromkeys(("dt_bias", "A_log", "D"), own_heads),
+        sizes={
+            "num_heads": heads // degree,
+            "n_groups": own_groups,
+            "intermediate_size": inner // degree,
+            "conv_dim": _count(channels),
+        },
+        gate=gate,
+    )
+
+
+def _split_delta_rule(mixer: Any, degree: int, rank: int) -> HeadSplit | None:
+    """Gated delta rules: keys and values of Qwen3-Next are projected together, those of Qwen3.5 apart."""
+    together = _has_parts(mixer, "conv1d in_proj_qkvz in_proj_ba norm out_proj", "dt_bias A_log")
+    apart = _has_parts(mixer, "conv1d in_proj_qkv in_proj_z in_proj_b in_proj_a norm out_proj", "dt_bias A_log")
+    if not (together or apart) or mixer.num_k_heads % degree or mixer.num_v_heads % mixer.num_k_heads:
+        return None
+    keys, values, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
+    channels = tuple(_own(start, n, degree, rank) for start, n in ((0, keys), (keys, keys), (2 * keys, values)))
+    own_heads = (_own(0, heads, degree, rank),)
+    projected: dict[str, Columns]
+    if together:  # all that belongs to a head of keys is in one block
+        projected = {
+            "in_proj_qkvz": (_own(0, 2 * keys + 2 * values, degree, rank),),
+            "in_proj_ba": (_own(0, 2 * heads, degree, rank),),
+        }
+    else:
+        projected = {
+            "in_proj_qkv": channels,
+            "in_proj_z": (_own(0, values, degree, rank),),
+            "in_proj_b": own_heads,
+            "in_proj_a": own_heads,
+        }
+    sizes = ("num_v_heads", "num_k_heads", "key_dim", "value_dim", "conv_dim")
+    return HeadSplit(
+        projected=projected,
+        convolution="conv1d",
+        channels=channels,
+        heads=dict.fromkeys(("dt_bias", "A_log"), own_heads),
+        sizes={name: getattr(mixer, name) // degree for name in sizes},
+    )
+
+
+def _split_convolution(mixer: Any, degree: int, rank: int) -> HeadSplit | None:
+    """Short convolutions with a gate before and one after: each channel is a head."""
+    if not _has_parts(mixer, "conv in_proj out_proj") or mixer.conv.in_channels % degree:
+        return None
+    width = mixer.conv.in_channels
+    return HeadSplit(
+        projected={"in_proj": tuple(_own(n * width, width, degree, rank) for n in range(3))},
+        convolution="conv",
+        channels=(_own(0, width, degree, rank),),
+    )
+
+
+def mix_heads(
+    mixer: nn.Module,
+    hidden: Tensor,
+    attention: SplitAttention,
+    mix_documents: Callable[[Tensor, Callable[[Tensor], Any]], Any],
+) -> Tensor:
+    """Computes a mixer whose heads are split across devices.
+
+    Args:
+        mixer: one of which `find_head_split` returns a part.
+        hidden: [rows, positions, width], this device's positions.
+        mix_documents: (x, mix) -> out: applies a function of sequences to each document of whole rows.
+
+    Returns:
+        [rows, positions, width].
+    """
+    splits = [find_head_split(mixer, attention.degree, rank) for rank in range(attention.degree)]
+    own = splits[attention.rank]
+    assert own is not None
+    parts: Any = mixer
+    # Falcon-H1 scales the input and the outputs of its projection.
+    scaled = hidden * getattr(mixer, "ssm_in_multiplier", 1.0)
+    projected = {name: getattr(mixer, name)(scaled) * getattr(mixer, "mup_vector", 1.0) for name in own.projected}
+    # [rows, positions, devices * channels]: the channels of each device one after another, of all projections.
+    sent = [_select(projected[name], split.projected[name], -1) for split in splits if split for name in own.projected]
+    received = attention.exchange_channels(torch.cat(sent, dim=-1))
+    device_mixer = _copy_heads(mixer, own)
+    mixed = mix_documents(received, functools.partial(type(mixer).forward, device_mixer))
+    out = attention.exchange_positions(mixed)
+    if own.gate:
+        (first,) = own.projected
+        out = parts.norm(out, projected[first][..., : own.gate])
+    result: Tensor = parts.out_proj(out.to(hidden.dtype))
+    return result
+
+
+class _Received(nn.Module):
+    """Stands for an input projection of which the mixer gets the results."""
+
+    def __init__(self, start: int, stop: int, gate: int):
+        super().__init__()
+        self.start, self.stop, self.gate = start, stop, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The mixer splits a gate from the front, which only the left out norm would read.
+        return nn.functional.pad(x[..., self.start : self.stop], (self.gate, 0))
+
+
+class _PassedOn(nn.Module):
+    """Stands for the norm and the output projection, which the devices apply to their own positions."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return x
+
+
+def _copy_heads(mixer: nn.Module, own: HeadSplit) -> nn.Module:
+    """Returns a mixer with the weights of one device's heads: slices of those of the whole mixer, with gradients."""
+    part = _copy_shallow(mixer)
+    # With `training`, fused kernels of Mamba-2 would take the output projection's weight past its module.
+    part.training = False
+    start = 0
+    for name, columns in own.projected.items():
+        stop = start + _count(columns)
+        part._modules[name] = _Received(start, stop, own.sizes["intermediate_size"] if own.gate else 0)
+        start = stop
+    convolution: Any = _copy_shallow(part.get_submodule(own.convolution))
+    convolution.groups = convolution.in_channels = convolution.out_channels = _count(own.channels)
+    for name, value in convolution._parameters.items():
+        convolution._parameters[name] = value if value is None else _select(value, own.channels, 0)
+    for name, heads in own.heads.items():
+        part._parameters[name] = _select(getattr(mixer, name), heads, 0)  # type: ignore[assignment]
+    part._modules |= {own.convolution: convolution, "out_proj": _PassedOn()}
+    if own.gate:
+        part._modules["norm"] = _PassedOn()
+    part._buffers.pop("mup_vector", None)
+    part.__dict__ |= dict(own.sizes) | {"ssm_in_multiplier": 1.0, "mup_vector": 1.0}
+    return part
+
+
+def _copy_shallow(module: nn.Module) -> nn.Module:
+    """Returns a module with the same parameters and children, which can be replaced without changing the original."""
+    part = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        part.__dict__[name] = dict(part.__dict__[name])
+    return part
+
+
+def _count(columns: Columns) -> int:
+    return sum(stop - start for start, stop in columns)
+
+
+def _select(x: Tensor, columns: Columns, dim: int) -> Tensor:
+    """Returns the channels of a tensor in these ranges."""
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in columns], dim=dim)
