@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class HeadSplit:
         heads: for each parameter with a number per head, the heads.
         sizes: the attributes of the mixer that count heads and channels.
         gate: leading outputs of the first projection that stay on their device, as the gate of its norm.
+        output: the name of the output projection.
     """
 
     projected: Mapping[str, Columns]
@@ -45,6 +46,15 @@ class HeadSplit:
     heads: Mapping[str, Columns] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     gate: int = 0
+    output: str = "out_proj"
+
+
+_DELTA_RULES = (
+    "in_proj_qkvz in_proj_ba norm out_proj",
+    "in_proj_qkv in_proj_z in_proj_b in_proj_a norm out_proj",
+    "q_proj k_proj v_proj a_proj b_proj g_proj o_norm o_proj",
+)
+"""The modules of gated delta rules besides their convolution. Their norm is of each head by itself."""
 
 
 def count_split_mixers(mixers: Sequence[nn.Module], degree: int) -> tuple[int, int]:
@@ -114,34 +124,30 @@ def _split_mamba(mixer: Any, degree: int, rank: int) -> HeadSplit | None:
 
 
 def _split_delta_rule(mixer: Any, degree: int, rank: int) -> HeadSplit | None:
-    """Gated delta rules: keys and values of Qwen3-Next are projected together, those of Qwen3.5 apart."""
-    together = _has_parts(mixer, "conv1d in_proj_qkvz in_proj_ba norm out_proj", "dt_bias A_log")
-    apart = _has_parts(mixer, "conv1d in_proj_qkv in_proj_z in_proj_b in_proj_a norm out_proj", "dt_bias A_log")
-    if not (together or apart) or mixer.num_k_heads % degree or mixer.num_v_heads % mixer.num_k_heads:
+    """Gated delta rules, whose families project in two, four or six maps: Qwen3-Next, Qwen3.5, OLMo Hybrid."""
+    maps = next((names for names in _DELTA_RULES if _has_parts(mixer, f"{names} conv1d", "dt_bias A_log")), None)
+    if maps is None or mixer.num_k_heads % degree or mixer.num_v_heads % mixer.num_k_heads:
         return None
     keys, values, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
-    channels = tuple(_own(start, n, degree, rank) for start, n in ((0, keys), (keys, keys), (2 * keys, values)))
-    own_heads = (_own(0, heads, degree, rank),)
-    projected: dict[str, Columns]
-    if together:  # all that belongs to a head of keys is in one block
-        projected = {
-            "in_proj_qkvz": (_own(0, 2 * keys + 2 * values, degree, rank),),
-            "in_proj_ba": (_own(0, 2 * heads, degree, rank),),
-        }
-    else:
-        projected = {
-            "in_proj_qkv": channels,
-            "in_proj_z": (_own(0, values, degree, rank),),
-            "in_proj_b": own_heads,
-            "in_proj_a": own_heads,
-        }
+    own_keys, own_values, own_heads = (_own(0, n, degree, rank) for n in (keys, values, heads))
+    channels = (own_keys, _own(keys, keys, degree, rank), _own(2 * keys, values, degree, rank))
+    columns: dict[str, Columns] = {
+        # Qwen3-Next: all that belongs to a head of keys is in one block.
+        "in_proj_qkvz": (_own(0, 2 * keys + 2 * values, degree, rank),),
+        "in_proj_ba": (_own(0, 2 * heads, degree, rank),),
+        "in_proj_qkv": channels,
+        **dict.fromkeys(("q_proj", "k_proj"), (own_keys,)),
+        **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), (own_values,)),
+        **dict.fromkeys(("in_proj_b", "in_proj_a", "b_proj", "a_proj"), (own_heads,)),
+    }
     sizes = ("num_v_heads", "num_k_heads", "key_dim", "value_dim", "conv_dim")
     return HeadSplit(
-        projected=projected,
+        projected={name: columns[name] for name in maps.split() if name in columns},
         convolution="conv1d",
         channels=channels,
-        heads=dict.fromkeys(("dt_bias", "A_log"), own_heads),
+        heads=dict.fromkeys(("dt_bias", "A_log"), (own_heads,)),
         sizes={name: getattr(mixer, name) // degree for name in sizes},
+        output="o_proj" if "o_proj" in maps else "out_proj",
     )
 
 
@@ -176,10 +182,7 @@ def mix_heads(
     splits = [find_head_split(mixer, attention.degree, rank) for rank in range(attention.degree)]
     own = splits[attention.rank]
     assert own is not None
-    parts: Any = mixer
-    # Falcon-H1 scales the input and the outputs of its projection.
-    scaled = hidden * getattr(mixer, "ssm_in_multiplier", 1.0)
-    projected = {name: getattr(mixer, name)(scaled) * getattr(mixer, "mup_vector", 1.0) for name in own.projected}
+    projected = _project(mixer, own.projected, hidden)
     # [rows, positions, devices * channels]: the channels of each device one after another, of all projections.
     sent = [_select(projected[name], split.projected[name], -1) for split in splits if split for name in own.projected]
     received = attention.exchange_channels(torch.cat(sent, dim=-1))
@@ -187,10 +190,18 @@ def mix_heads(
     mixed = mix_documents(received, functools.partial(type(mixer).forward, device_mixer))
     out = attention.exchange_positions(mixed)
     if own.gate:
-        (first,) = own.projected
-        out = parts.norm(out, projected[first][..., : own.gate])
-    result: Tensor = parts.out_proj(out.to(hidden.dtype))
+        (first,) = projected.values()
+        # Contiguous: the norm keeps the gate for its backward pass, and a view would keep all that is projected.
+        out = mixer.get_submodule("norm")(out, first[..., : own.gate].contiguous())
+    result: Tensor = getattr(mixer, own.output)(out.to(hidden.dtype))
     return result
+
+
+def _project(mixer: Any, names: Iterable[str], hidden: Tensor) -> dict[str, Tensor]:
+    """Applies the input projections of a mixer. Falcon-H1 scales what goes into and comes out of its only one."""
+    if not hasattr(mixer, "mup_vector"):
+        return {name: getattr(mixer, name)(hidden) for name in names}
+    return {name: getattr(mixer, name)(hidden * mixer.ssm_in_multiplier) * mixer.mup_vector for name in names}
 
 
 class _Received(nn.Module):
@@ -228,7 +239,7 @@ def _copy_heads(mixer: nn.Module, own: HeadSplit) -> nn.Module:
         convolution._parameters[name] = value if value is None else _select(value, own.channels, 0)
     for name, heads in own.heads.items():
         part._parameters[name] = _select(getattr(mixer, name), heads, 0)  # type: ignore[assignment]
-    part._modules |= {own.convolution: convolution, "out_proj": _PassedOn()}
+    part._modules |= {own.convolution: convolution, own.output: _PassedOn()}
     if own.gate:
         part._modules["norm"] = _PassedOn()
     part._buffers.pop("mup_vector", None)

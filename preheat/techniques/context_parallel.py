@@ -239,6 +239,8 @@ def _describe_mixers(build: Build, part: nn.Module, degree: int) -> tuple[int, l
     attentions = sum(bool(find_attentions(layer)) for layer in layers)
     mixers = [mixer for layer in layers for mixer in find_recurrent_mixers(layer)]
     split, whole = split_mixers.count_split_mixers(mixers, degree)
-    texts = [f"{split} recurrent mixers of whole sequences, with 1/{degree} of their heads on each device"] * (split > 0)
+    texts = [f"{split} recurrent mixers of whole sequences, with 1/{degree} of their heads on each device"] * (
+        split > 0
+    )
     texts += [f"{whole} recurrent mixers computed whole on each device"] * (whole > 0)
     return attentions, texts

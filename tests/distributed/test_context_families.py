@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from preheat import recipe as recipes
 
 from ..architectures.columns import Subject, write_data
@@ -33,6 +31,7 @@ FOUR = [
     # Two groups of states on four devices; two heads of keys, which they cannot split; sharded weights.
     ("granitemoehybrid", "data_parallel: {}, context_parallel: {degree: 4}"),
     ("qwen3_5_text", "data_parallel: {}, context_parallel: {degree: 4}"),
+    ("qwen3_5_text", "tensor_parallel: {degree: 2}, data_parallel: {}, context_parallel: {degree: 2}"),
     ("gpt_oss", "fsdp: {}, context_parallel: {degree: 2}"),
 ]
 

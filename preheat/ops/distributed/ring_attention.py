@@ -54,7 +54,7 @@ class _Ring(torch.autograd.Function):
         # fp32, because one partial result per rank is merged into it.
         # [rows, heads, positions, head_dim]
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
-        # [rows, heads, positions]; -inf is the log of an empty sum. A sink is a term of it from the start, with value 0.
+        # [rows, heads, positions]; -inf is the log of an empty sum. A sink is its first term, with a value of 0.
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
         if sinks is not None:
             lse.copy_(sinks[None, :, None])
