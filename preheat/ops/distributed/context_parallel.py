@@ -22,6 +22,7 @@ from preheat.core import Batch, MaskSpec, SplitAttention
 from preheat.hardware.transfers import to_device
 from preheat.ops.attention.sdpa import cast_to_autocast
 from preheat.ops.losses.cross_entropy import IGNORED
+from preheat.torch_compat import gather_first_dimension, scatter_first_dimension
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,13 +164,12 @@ class _GatherPositions(torch.autograd.Function):
     def forward(ctx: AutogradContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         # Positions in front: collectives concatenate along the first dimension.
-        whole = collectives.all_gather_tensor(x.transpose(0, 1).contiguous(), 0, group)
+        whole = gather_first_dimension(x.transpose(0, 1).contiguous(), group)
         return wait_for_collective(whole).transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].transpose(0, 1).contiguous()
-        own = collectives.reduce_scatter_tensor(grad, "sum", 0, ctx.group)
+        own = scatter_first_dimension(grads[0].transpose(0, 1).contiguous(), ctx.group)
         return wait_for_collective(own).transpose(0, 1).contiguous(), None
 
 
