@@ -5,11 +5,14 @@ the other ranks for attention. `ulysses`: an all-to-all gives each device all po
 kernel, and a second all-to-all returns its positions. `ring`: each device keeps its queries while keys and values
 travel around the ring, overlapped with compute; sequences are sharded in zigzag order, which balances the work under a
 causal mask. Both keep packed documents apart and send grouped keys and values without expanding them (ulysses repeats
-them if there are fewer than devices).
+them if there are fewer than devices). Attention sinks are split with their heads, or are the first term of the ring's
+sums. Recurrent layers need `ulysses`: an all-to-all gives each device all positions of some heads of Mamba-2, gated
+delta rules and short convolutions.
 Helps: activations shrink by the number of devices when a sequence is too long for one device.
 Hurts: sends more than data parallelism, in every layer, so prefer data parallelism while there are enough sequences.
-The ring kernel computes attention block by block: many short documents make it slow. The ring has not yet been run on
-CUDA.
+Recurrent layers whose heads cannot be split (Jamba, Kimi Linear, MiniMax, or a degree that does not divide the heads)
+get all positions by an all-gather and are computed whole on each device. The ring kernel computes attention block by
+block: many short documents make it slow. The ring has not yet been run on CUDA.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889);
 balanced for causal masks: Brandon et al. 2023, Striped Attention (arXiv:2311.09431), with zigzag sharding as in Llama 3
 (arXiv:2407.21783).
@@ -97,7 +100,7 @@ class ContextParallel(Searchable):
     """Number of devices that each sequence is split across."""
     kind: Literal["auto", "ulysses", "ring"] = "auto"
     """How attention exchanges data; auto: ring if the heads do not divide by the degree, or if it sends less and each
-    device has 4,096 positions or more; otherwise ulysses."""
+    device has 4,096 positions or more; otherwise ulysses, as for all models with recurrent layers."""
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.CONTEXT: self.degree}
