@@ -183,16 +183,17 @@ def mix_heads(
     own = splits[attention.rank]
     assert own is not None
     projected = _project(mixer, own.projected, hidden)
+    # Contiguous: the norm keeps its gate for the backward pass, and a view would keep all that is projected.
+    gate = next(iter(projected.values()))[..., : own.gate].contiguous() if own.gate else None
     # [rows, positions, devices * channels]: the channels of each device one after another, of all projections.
     sent = [_select(projected[name], split.projected[name], -1) for split in splits if split for name in own.projected]
+    del projected
     received = attention.exchange_channels(torch.cat(sent, dim=-1))
-    device_mixer = _copy_heads(mixer, own)
-    mixed = mix_documents(received, functools.partial(type(mixer).forward, device_mixer))
+    del sent
+    mixed = mix_documents(received, functools.partial(type(mixer).forward, _copy_heads(mixer, own)))
     out = attention.exchange_positions(mixed)
-    if own.gate:
-        (first,) = projected.values()
-        # Contiguous: the norm keeps the gate for its backward pass, and a view would keep all that is projected.
-        out = mixer.get_submodule("norm")(out, first[..., : own.gate].contiguous())
+    if gate is not None:
+        out = mixer.get_submodule("norm")(out, gate)
     result: Tensor = getattr(mixer, own.output)(out.to(hidden.dtype))
     return result
 
@@ -212,8 +213,9 @@ class _Received(nn.Module):
         self.start, self.stop, self.gate = start, stop, gate
 
     def forward(self, x: Tensor) -> Tensor:
-        # The mixer splits a gate from the front, which only the left out norm would read.
-        return nn.functional.pad(x[..., self.start : self.stop], (self.gate, 0))
+        own = x[..., self.start : self.stop]
+        # The mixer splits a gate from the front, which only its norm would read.
+        return nn.functional.pad(own, (self.gate, 0)) if self.gate else own
 
 
 class _PassedOn(nn.Module):

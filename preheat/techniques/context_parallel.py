@@ -217,8 +217,7 @@ class ContextParallel(Searchable):
             build.hooks.transforms.append((Order.SPLIT, cut))
         layers, mixers = _describe_mixers(build, part, self.degree)
         summary = f"each sequence split across {self.degree} devices, attention of {layers} layers by {kind}"
-        summary += f" ({reason})" if reason else ""
-        return Change("; ".join([summary, *mixers]), build.model.layers, kernel=kind)
+        return Change(summary + (f" ({reason})" if reason else "") + mixers, build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
         world, length = math.prod(context.sizes.values()), context.recipe.batch.seq_len
@@ -231,10 +230,10 @@ def _has_shifted_groups(at: Context | Build) -> bool:
     return Tag.ATTENTION_PATTERN in at.tags and Tag.SLIDING_WINDOW not in at.tags
 
 
-def _describe_mixers(build: Build, part: nn.Module, degree: int) -> tuple[int, list[str]]:
-    """Returns the number of layers with attention, and how the devices share recurrent mixers, in a part of a model."""
+def _describe_mixers(build: Build, part: nn.Module, degree: int) -> tuple[int, str]:
+    """Returns the number of layers with attention in a part of a model, and how the devices share recurrent mixers."""
     if not build.model.recurrent_layers:
-        return build.model.layers, []
+        return build.model.layers, ""
     from preheat.models import hf, split_mixers
     from preheat.models.token_mixers import find_attentions, find_recurrent_mixers
 
@@ -242,8 +241,6 @@ def _describe_mixers(build: Build, part: nn.Module, degree: int) -> tuple[int, l
     attentions = sum(bool(find_attentions(layer)) for layer in layers)
     mixers = [mixer for layer in layers for mixer in find_recurrent_mixers(layer)]
     split, whole = split_mixers.count_split_mixers(mixers, degree)
-    texts = [f"{split} recurrent mixers of whole sequences, with 1/{degree} of their heads on each device"] * (
-        split > 0
-    )
-    texts += [f"{whole} recurrent mixers computed whole on each device"] * (whole > 0)
-    return attentions, texts
+    counts = {"with their heads split": split, "computed whole on each device": whole}
+    texts = [f"{count} {text}" for text, count in counts.items() if count]
+    return attentions, f"; recurrent mixers: {', '.join(texts)}" if texts else ""

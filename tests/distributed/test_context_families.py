@@ -7,8 +7,9 @@ from pathlib import Path
 
 from preheat import recipe as recipes
 
-from ..architectures.columns import Subject, write_data
+from ..architectures.columns import VOCABULARY, Subject, write_data
 from ..architectures.fsdp import Sharded
+from ..architectures.tiny import ARCHITECTURES, tiny_config
 from .exactness import run, verdict
 
 RECURRENT = "data_parallel: {}, context_parallel: {kind: ulysses}"
@@ -18,11 +19,12 @@ TWO = [
     ("gpt_oss", "data_parallel: {}, context_parallel: {kind: ring}"),
     ("llama4_text", RECURRENT),
     ("llama4_text", "data_parallel: {}, context_parallel: {kind: ring}"),
-    # Heads on each device: Mamba-2 with a norm and with a gate alone, both forms of the delta rule, a convolution.
+    # Heads on each device: Mamba-2 with a norm and with a gate alone, three forms of the delta rule, a convolution.
     ("nemotron_h", RECURRENT),
     ("falcon_h1", RECURRENT),
     ("qwen3_next", RECURRENT),
     ("qwen3_5_text", RECURRENT),
+    ("olmo_hybrid", RECURRENT),
     ("lfm2", "fsdp: {}, context_parallel: {kind: ulysses}, activation_checkpointing: {}"),
     # Whole sequences on each device: the first Mamba.
     ("jamba", RECURRENT),
@@ -46,7 +48,8 @@ class Split(Sharded):
 
 def compare(settings: list[tuple[str, str]], world: int, folder: Path) -> None:
     write_data(folder)
-    subjects = {name: Subject(name, folder) for name in dict(settings)}
+    delta = tiny_config("olmo_hybrid", **ARCHITECTURES["qwen3_5_text"], vocab_size=VOCABULARY)
+    subjects = {name: Subject(name, folder, delta if name == "olmo_hybrid" else None) for name in dict(settings)}
     cases = [
         Split(name, scale, together="degree: 2" not in scale, model=str(subjects[name].folder / "model"))
         for name, scale in settings
