@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "KNOWS_RECEIVED_SHAPES",
@@ -24,6 +25,7 @@ __all__ = [
     "all_gather_single",
     "export_options",
     "fake_device",
+    "gather_first_dimension",
     "find_fsdp_groups",
     "has_expandable_segments",
     "linear_cross_entropy",
@@ -31,6 +33,7 @@ __all__ = [
     "why_no_linear_cross_entropy",
     "why_no_integer_shards",
     "reduce_scatter_single",
+    "scatter_first_dimension",
     "allocate_unsharded",
 ]
 
@@ -167,3 +170,18 @@ def reduce_scatter_single(part: Tensor, full: Tensor) -> None:
     import torch.distributed as dist
 
     (dist.reduce_scatter_single if _IS_2_13 else dist.reduce_scatter_tensor)(part, full)
+
+
+def gather_first_dimension(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns the parts of all ranks of a group, joined along the first dimension; may still be under way."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return (collectives.all_gather_single if _IS_2_13 else collectives.all_gather_tensor)(part, 0, group)
+
+
+def scatter_first_dimension(full: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns a rank's part along the first dimension of the sum over a group's ranks; may still be under way."""
+    from torch.distributed import _functional_collectives as collectives
+
+    reduce = collectives.reduce_scatter_single if _IS_2_13 else collectives.reduce_scatter_tensor
+    return reduce(full, "sum", 0, group)

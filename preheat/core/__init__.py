@@ -23,6 +23,7 @@ from preheat.core.registry import (
     single_device,
 )
 from preheat.core.slots import Change, Finish, Order, Slot, SlotFunction, Stage
+from preheat.core.split_attention import SplitAttention
 from preheat.core.tags import Tag
 from preheat.core.technique import (
     Build,
@@ -69,6 +70,7 @@ __all__ = [
     "Shape",
     "Slot",
     "SlotFunction",
+    "SplitAttention",
     "Stage",
     "Stateful",
     "Tag",

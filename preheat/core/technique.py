@@ -67,7 +67,8 @@ class ModelFacts:
     expert_layers: int = 0  # layers that have experts
     balance_loss: bool = False  # a loss that balances the experts' load is added to that of the tokens
     sinks: bool = False  # attention has a learned score per head without a key (gpt-oss)
-    special_mixers: str = ""  # recurrent layers, sinks or chunks: what needs whole rows on one device; "": none
+    special_mixers: bool = False  # recurrent mixers, sinks or chunks, whose indices come from the documents of a batch
+    recurrent_layers: int = 0  # layers with a mixer that reads tokens in order: Mamba, delta rule, short convolution
     foreign_experts: bool = False  # the model's own code computes the experts, which techniques cannot change then
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both

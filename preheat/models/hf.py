@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
+from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, SplitAttention, TechniqueError
 from preheat.core.schema import SMALLEST_TOKENIZER
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, describe_fault
@@ -38,8 +38,9 @@ from preheat.models.reference_logits import compute_reference_logits
 from preheat.models.sinks import CHUNK, attend_with_sinks, cut_into_chunks, set_chunks
 from preheat.models.tested_versions import warn_of_untested
 from preheat.models.token_mixers import (
-    describe_special_mixers,
+    count_recurrent_layers,
     find_attentions,
+    has_special_mixers,
     keep_within_documents,
     require_document_boundaries,
     require_known_mixers,
@@ -182,7 +183,8 @@ def read_facts(config: PretrainedConfig) -> ModelFacts:
         expert_layers=expert_layers,
         balance_loss=count > 0 and moe.coefficient(text) > 0,
         sinks=sinks,
-        special_mixers=describe_special_mixers(text, sinks),
+        special_mixers=has_special_mixers(text, sinks),
+        recurrent_layers=count_recurrent_layers(text),
         foreign_experts=count > 0 and not moe.has_stacked_experts(text.__class__),
         vision=vision.read_vision(config),
         encoder=encoder,
@@ -246,7 +248,10 @@ def _attend(
         )
     if attention_mask is not None:
         raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
-    if softcap is not None:  # bound here, so that a pattern around the kernel need not handle it
+    # Bound here, so that a pattern around the kernel need not handle it.
+    if s_aux is not None and isinstance(preheat_attention, SplitAttention):
+        preheat_attention, s_aux = functools.partial(preheat_attention, sinks=s_aux), None
+    if softcap is not None:
         preheat_attention = functools.partial(preheat_attention, softcap=softcap)
     if dropout:
         raise RecipeError(f"model: {name} has attention dropout {dropout}; set it to 0 under model.config")

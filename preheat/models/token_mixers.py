@@ -20,6 +20,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from preheat.core import SplitAttention
 from preheat.errors import RecipeError
 from preheat.sanitize import quote_value
 
@@ -43,7 +44,8 @@ __all__ = [
     "pass_cache",
     "find_recurrent_mixers",
     "require_known_mixers",
-    "describe_special_mixers",
+    "count_recurrent_layers",
+    "has_special_mixers",
     "split_documents",
 ]
 
@@ -60,6 +62,8 @@ _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """transformers' types of layers with a recurrent mixer, with or without attention beside it."""
 _DOCUMENTS = "preheat_documents"
 """Attribute of a recurrent mixer while its layer runs: the document lengths of each row, None: a row is a document."""
+_SPLIT = "preheat_split"
+"""Attribute of a recurrent mixer while its layer runs: the attention of rows that are split across devices, or None."""
 _HANDED: contextvars.ContextVar[bool] = contextvars.ContextVar("_HANDED", default=False)
 """True while a model's layers must be handed the documents of its rows."""
 _CHANNELS = frozenset({"moe", "mlp"})
@@ -154,7 +158,7 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
             # The layer is handed the mask and gives it to its mixers: not every layer hands on what it does not know.
             layer.forward = functools.partial(_call_with_documents, layer.forward, mixers)  # type: ignore[method-assign]
             for mixer in mixers:
-                setattr(mixer, _DOCUMENTS, None)
+                _hand(mixer, None, None)
                 mixer.forward = functools.partial(_mix_by_document, mixer, mixer.forward)  # type: ignore[method-assign]
             count += len(mixers)
     return count
@@ -232,12 +236,15 @@ def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
     return [package for package, module in packages.items() if importlib.util.find_spec(module) is None]
 
 
-def describe_special_mixers(text: PretrainedConfig, sinks: bool) -> str:
-    """Returns what a configuration's layers have that needs whole rows on one device; empty: plain attention."""
+def count_recurrent_layers(text: PretrainedConfig) -> int:
+    """Returns the number of a configuration's layers that have a recurrent mixer."""
+    return sum(kind in _RECURRENT for kind in getattr(text, "layer_types", None) or ())
+
+
+def has_special_mixers(text: PretrainedConfig, sinks: bool) -> bool:
+    """True if layers have more than plain attention: recurrent mixers, sinks or chunks."""
     kinds = {*(getattr(text, "layer_types", None) or ())}
-    if kinds & _RECURRENT:
-        return "recurrent layers"
-    return "attention sinks" if sinks else "attention in chunks" if "chunked_attention" in kinds else ""
+    return sinks or bool(kinds & (_RECURRENT | {"chunked_attention"}))
 
 
 def _call_with_documents(
@@ -254,21 +261,28 @@ def _call_with_documents(
                 "model hands its layers nothing on, so it cannot be trained or evaluated here"
             )
         return forward(*args, **kwargs)
+    attention = kwargs.get("preheat_attention")
     for mixer in mixers:
-        setattr(mixer, _DOCUMENTS, preheat_mask.documents)
+        _hand(mixer, preheat_mask.documents, attention if isinstance(attention, SplitAttention) else None)
     try:
         return forward(*args, preheat_mask=preheat_mask, **kwargs)
     finally:
         for mixer in mixers:
-            setattr(mixer, _DOCUMENTS, None)
+            _hand(mixer, None, None)
+
+
+def _hand(mixer: nn.Module, documents: Sequence[Sequence[int]] | None, split: SplitAttention | None) -> None:
+    setattr(mixer, _DOCUMENTS, documents)
+    setattr(mixer, _SPLIT, split)
 
 
 def _mix_by_document(mixer: nn.Module, forward: Callable[..., MixerOutput], *args: Any, **kwargs: Any) -> MixerOutput:
-    documents = getattr(mixer, _DOCUMENTS, None)
+    documents, split = getattr(mixer, _DOCUMENTS, None), getattr(mixer, _SPLIT, None)
     # Mixers hand unknown arguments on to their kernels; preheat's own are for attention.
     kwargs = {key: value for key, value in kwargs.items() if not key.startswith("preheat_")}
     # One document per row: the row itself is the sequence.
-    if documents is None or all(len(row) == 1 for row in documents):
+    single = documents is None or all(len(row) == 1 for row in documents)
+    if single and split is None:
         return forward(*args, **kwargs)
     hidden = args[0] if args else kwargs.pop("hidden_states")
     if kwargs.get("attention_mask") is not None:
@@ -282,7 +296,35 @@ def _mix_by_document(mixer: nn.Module, forward: Callable[..., MixerOutput], *arg
             more["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
         return forward(rows, *args[1:], **kwargs | more)
 
-    return split_documents(hidden, documents, mix)
+    def mix_documents(rows: Tensor, mix: Callable[[Tensor], MixerOutput]) -> MixerOutput:
+        return mix(rows) if single or documents is None else split_documents(rows, documents, mix)
+
+    return mix_documents(hidden, mix) if split is None else _mix_split_rows(mixer, split, hidden, mix, mix_documents)
+
+
+def _mix_split_rows(
+    mixer: nn.Module,
+    attention: SplitAttention,
+    hidden: Tensor,
+    mix: Callable[[Tensor], MixerOutput],
+    mix_documents: Callable[[Tensor, Callable[[Tensor], MixerOutput]], MixerOutput],
+) -> MixerOutput:
+    """Computes a mixer for rows that are split across devices: some heads on each, or all of it on each.
+
+    Args:
+        hidden: [rows, positions, width], this device's positions.
+        mix: computes the mixer for sequences.
+        mix_documents: (rows, mix) -> out: applies a function of sequences to the documents of whole rows.
+    """
+    from preheat.models.split_mixers import find_head_split, mix_heads
+
+    if find_head_split(mixer, attention.degree, attention.rank) is not None:
+        return mix_heads(mixer, hidden, attention, mix_documents)
+    mixed = mix_documents(attention.gather_positions(hidden), mix)
+    first, rest = (mixed[0], mixed[1:]) if isinstance(mixed, tuple) else (mixed, None)
+    # Each device keeps its own positions; the weights' gradients of all devices are summed like those of other layers.
+    own = first.unflatten(1, (attention.degree, -1))[:, attention.rank]
+    return own if rest is None else (own, *rest)
 
 
 def split_documents(

@@ -5,11 +5,14 @@ the other ranks for attention. `ulysses`: an all-to-all gives each device all po
 kernel, and a second all-to-all returns its positions. `ring`: each device keeps its queries while keys and values
 travel around the ring, overlapped with compute; sequences are sharded in zigzag order, which balances the work under a
 causal mask. Both keep packed documents apart and send grouped keys and values without expanding them (ulysses repeats
-them if there are fewer than devices).
+them if there are fewer than devices). Attention sinks are split with their heads, or are the first term of the ring's
+sums. Recurrent layers need `ulysses`: an all-to-all gives each device all positions of some heads of Mamba-2, gated
+delta rules and short convolutions.
 Helps: activations shrink by the number of devices when a sequence is too long for one device.
 Hurts: sends more than data parallelism, in every layer, so prefer data parallelism while there are enough sequences.
-The ring kernel computes attention block by block: many short documents make it slow. The ring has not yet been run on
-CUDA.
+Recurrent layers whose heads cannot be split (Jamba, Kimi Linear, MiniMax, or a degree that does not divide the heads)
+get all positions by an all-gather and are computed whole on each device. The ring kernel computes attention block by
+block: many short documents make it slow. The ring has not yet been run on CUDA.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509); Liu et al. 2023, Ring Attention (arXiv:2310.01889);
 balanced for causal masks: Brandon et al. 2023, Striped Attention (arXiv:2311.09431), with zigzag sharding as in Llama 3
 (arXiv:2407.21783).
@@ -71,10 +74,11 @@ def shard_attention(
     Example:
         >>> attend = shard_attention(sdpa_attention, mesh.get_group("context"), kind="ulysses")  # doctest: +SKIP
     """
-    from preheat.ops.distributed.context_parallel import ulysses_attention
-    from preheat.ops.distributed.ring_attention import ring_attention
+    from preheat.models.sinks import attend_with_sinks
+    from preheat.ops.distributed.context_parallel import UlyssesAttention
+    from preheat.ops.distributed.ring_attention import RingAttention
 
-    return (ulysses_attention if kind == "ulysses" else ring_attention)(kernel, group)
+    return RingAttention(kernel, group) if kind == "ring" else UlyssesAttention(kernel, group, attend_with_sinks)
 
 
 _MIN_POSITIONS = 2048  # positions per device below which data parallelism is better
@@ -96,7 +100,7 @@ class ContextParallel(Searchable):
     """Number of devices that each sequence is split across."""
     kind: Literal["auto", "ulysses", "ring"] = "auto"
     """How attention exchanges data; auto: ring if the heads do not divide by the degree, or if it sends less and each
-    device has 4,096 positions or more; otherwise ulysses."""
+    device has 4,096 positions or more; otherwise ulysses, as for all models with recurrent layers."""
 
     def degrees(self) -> Mapping[Axis, int]:
         return {Axis.CONTEXT: self.degree}
@@ -115,10 +119,16 @@ class ContextParallel(Searchable):
 
     def check(self, context: Context) -> list[str]:
         recipe, problems = context.recipe, list[str]()
-        if special := context.model.special_mixers:
+        recurrent = context.model.recurrent_layers > 0
+        if recurrent and self.kind == "ring":
             problems.append(
-                f"{context.model.family} has {special}, which need whole sequences on one device; leave it out, or use "
-                "fsdp, which shards any model"
+                "kind: ring gives each device an early and a late part of a sequence, and the recurrent layers of "
+                f"{context.model.family} read sequences in order; use kind: ulysses"
+            )
+        if context.model.sinks and _has_shifted_groups(context):
+            problems.append(
+                f"attention sinks of {context.model.family} are not split between shifted groups of heads; leave "
+                "shifted_groups out"
             )
         if Tag.REDUCED_GRADIENTS not in context.tags:
             problems.append(
@@ -136,10 +146,10 @@ class ContextParallel(Searchable):
                 "leave one out"
             )
         heads = self._count_heads(context)[0]
-        if self.kind == "ulysses" and heads % self.degree:
+        if (self.kind == "ulysses" or (recurrent and self.kind == "auto")) and heads % self.degree:
             problems.append(
                 f"kind: ulysses cannot split {heads} heads across {self.degree} devices; use a degree that divides "
-                "them, or kind: ring"
+                f"them{'' if recurrent else ', or kind: ring'}"
             )
         return problems
 
@@ -147,7 +157,7 @@ class ContextParallel(Searchable):
         """Returns the query heads and key-value heads that take part in one exchange."""
         # Tensor parallelism has split the heads before: an exchange is among its remaining ones.
         apart = (at.sizes if isinstance(at, Context) else at.mesh.sizes)[Axis.TENSOR]
-        if Tag.ATTENTION_PATTERN in at.tags and Tag.SLIDING_WINDOW not in at.tags:
+        if _has_shifted_groups(at):
             apart *= 2  # shifted groups process the two halves of the heads separately
         # Fewer key-value heads than devices are repeated, so at least one takes part.
         return at.model.heads // apart, max(1, at.model.kv_heads // apart)
@@ -160,6 +170,8 @@ class ContextParallel(Searchable):
         from preheat.ops.distributed.ring_attention import ring_bytes
         from preheat.ops.distributed.ring_attention_blocks import FlashTiles, choose_tiles
 
+        if build.model.recurrent_layers:
+            return "ulysses", "recurrent layers read sequences in order"
         heads, shared = self._count_heads(build)
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be split across {self.degree} devices"
@@ -203,13 +215,32 @@ class ContextParallel(Searchable):
         if part is build.trained[0]:  # once, if a pipeline has several stages on a device
             cut = functools.partial(cut_rows, degree=self.degree, rank=rank, zigzag=zigzag)
             build.hooks.transforms.append((Order.SPLIT, cut))
-        summary = (
-            f"each sequence split across {self.degree} devices, attention of {build.model.layers} layers by {kind}"
-        )
-        return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
+        layers, mixers = _describe_mixers(build, part, self.degree)
+        summary = f"each sequence split across {self.degree} devices, attention of {layers} layers by {kind}"
+        return Change(summary + (f" ({reason})" if reason else "") + mixers, build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
         world, length = math.prod(context.sizes.values()), context.recipe.batch.seq_len
         # Only degrees that leave each device enough positions.
         degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _MIN_POSITIONS] or [self.degree]
         return [replace(self, degree=n) for n in degrees]
+
+
+def _has_shifted_groups(at: Context | Build) -> bool:
+    return Tag.ATTENTION_PATTERN in at.tags and Tag.SLIDING_WINDOW not in at.tags
+
+
+def _describe_mixers(build: Build, part: nn.Module, degree: int) -> tuple[int, str]:
+    """Returns the number of layers with attention in a part of a model, and how the devices share recurrent mixers."""
+    if not build.model.recurrent_layers:
+        return build.model.layers, ""
+    from preheat.models import hf, split_mixers
+    from preheat.models.token_mixers import find_attentions, find_recurrent_mixers
+
+    layers = list(hf.find_anatomy(part).layers)
+    attentions = sum(bool(find_attentions(layer)) for layer in layers)
+    mixers = [mixer for layer in layers for mixer in find_recurrent_mixers(layer)]
+    split, whole = split_mixers.count_split_mixers(mixers, degree)
+    counts = {"with their heads split": split, "computed whole on each device": whole}
+    texts = [f"{count} {text}" for text, count in counts.items() if count]
+    return attentions, f"; recurrent mixers: {', '.join(texts)}" if texts else ""

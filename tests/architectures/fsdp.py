@@ -24,7 +24,7 @@ class Sharded(Case):
     model: str = ""
 
     def recipe(self, *, alone: bool) -> recipes.Recipe:
-        techniques = "efficient_attention: {}" + ("" if alone else f", {self.scale}")
+        techniques = ", ".join(["efficient_attention: {}", *filter(None, [self.rest, "" if alone else self.scale])])
         return recipes.parse(
             f"model: {{path: {self.model}}}\nbatch: {{size: {ROWS}, seq_len: 32}}\noptimizer: {{lr: 0.001}}\n"
             f"stop: {{max_steps: 5}}\ntechniques: {{{techniques}}}\n"

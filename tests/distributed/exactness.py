@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from preheat import recipe as recipes
-from preheat.core import DATA, Batch
+from preheat.core import DATA, Axis, Batch
 from preheat.data.rows.example_kinds import examples_of
 from preheat.engine.builder import build
 from preheat.engine.step import accumulate_gradients, update
@@ -76,7 +76,7 @@ def train(recipe: recipes.Recipe, *, devices: int) -> dict[str, Any]:
         shares = _shares(batch, made.mesh.size(*DATA) if made.mesh.world > 1 else devices, made.state.accumulation)
         mine = shares[made.mesh.index(*DATA)] if made.mesh.world > 1 else [b for share in shares for b in share]
         loss = accumulate_gradients(made, mine, 1e-2)
-        losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA)) / batch.weight)
+        losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA, Axis.CONTEXT)) / batch.weight)
         norms.append(float(update(made, 1e-2)[0]))
     weights = {name: full_tensor(made.parallel.full_parameter(p)).clone() for name, p in made.parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "states": state_bytes(made)}

@@ -27,6 +27,7 @@ from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
 from preheat.techniques.context_parallel import shard_attention
 
+from ..architectures.tiny import tiny_config
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from ..unit.ops.test_attention import random_documents
 from .processes import ALL, processes
@@ -83,6 +84,8 @@ KERNELS: dict[str, tuple[Any, MaskSpec, float | None]] = {
     "plain": (reference_attention, _PACKED, None),
     "window": (attend_blockwise, MaskSpec(window=13), 3.0),
     "window in documents": (attend_blockwise, MaskSpec(window=7, documents=_CUTS, global_tokens=2), None),
+    "sinks": (reference_attention, MaskSpec(window=9), None),
+    "sinks of flash": (sdpa_attention, _PACKED, None),
     "both ways": (reference_attention, MaskSpec(causal=False, window=9), None),
 }
 HEADS = {
@@ -147,22 +150,36 @@ def attend(name: str, kind: Any, rank: int) -> dict[str, Any]:
     """Of one kernel: how far its result and gradients are from the reference, and what was sent, forward and backward."""
     import torch.distributed as dist
 
+    from preheat.models.sinks import attend_with_sinks
+
     kernel, mask, softcap = KERNELS[name]
     heads, shared = HEADS[kind]
     g = torch.Generator().manual_seed(7)
     whole = [torch.randn(4, n, 64, 16, generator=g, dtype=torch.float64) for n in (heads, shared, shared, heads)]
     wanted_q, wanted_k, wanted_v = wanted = [t.clone().requires_grad_() for t in whole[:3]]
     extra: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-    out = reference_attention(wanted_q, wanted_k, wanted_v, mask, 0.3, **extra)
+    sinks = torch.linspace(-1, 3, heads, dtype=torch.float64) if "sinks" in name else None
+    if sinks is None:
+        out = reference_attention(wanted_q, wanted_k, wanted_v, mask, 0.3, **extra)
+    else:
+        wanted.append(sinks.requires_grad_())
+        out = attend_with_sinks(reference_attention, wanted_q, wanted_k, wanted_v, mask, 0.3, sinks)
     made = [out.detach(), *torch.autograd.grad(out, wanted, whole[3])]
+    slope_of_sinks = made.pop() if sinks is not None else None
     places = torch.from_numpy(local_positions(64, 4, rank, zigzag=kind == "ring"))
     q, k, v, slope = (t[:, :, places].float() for t in whole)
     tensors = [t.requires_grad_() for t in (q, k, v)]
     stated = mask if mask.documents else MaskSpec(mask.causal, mask.window, ((64,),) * 4, mask.global_tokens)
+    if sinks is not None:
+        extra["sinks"] = sinks.detach().float().requires_grad_()
+        tensors.append(extra["sinks"])
     with Sent() as sent:
-        out = shard_attention(kernel, dist.group.WORLD, kind=kind)(*tensors, stated, 0.3, **extra)
+        out = shard_attention(kernel, dist.group.WORLD, kind=kind)(*tensors[:3], stated, 0.3, **extra)
         forward = sent.bytes
         found = [out.detach(), *torch.autograd.grad(out, tensors, slope)]
+    if slope_of_sinks is not None:
+        dist.all_reduce(of_sinks := found.pop())  # of each device's heads, or of its positions
+        assert (of_sinks - slope_of_sinks).norm() / slope_of_sinks.norm() < 1.5e-6
     apart = max(float((a - b[:, :, places]).norm() / b[:, :, places].norm()) for a, b in zip(found, made, strict=True))
     return {"apart": apart, "forward": forward, "backward": sent.bytes - forward}
 
@@ -252,6 +269,22 @@ def test_a_dry_run_sees_activations_fall_with_the_devices(kind: str, rest: str) 
         rows = 4 // (4 // degree)
         kept[degree] = observe(Request(r, DEVICE, vocabulary=96, world=4)).categories["forward"]["activations"] / rows
     assert kept[4] / kept[2] == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("name", "share"), [("qwen3_5_text", 0.5), ("nemotron_h", 0.5), ("lfm2", 0.5), ("jamba", 1.0)])
+def test_a_dry_run_sees_the_heads_of_recurrent_layers_split(name: str, share: float, tmp_path: Path) -> None:
+    heads = {"linear_num_key_heads": 4} if "qwen" in name else {}
+    tiny_config(name, max_position_embeddings=512, **heads).save_pretrained(tmp_path)
+    kept = {}
+    for degree in (2, 4):
+        text = (
+            f"fsdp: {{}}, efficient_attention: {{}}, chunked_loss: {{rows: 8}}, context_parallel: {{degree: {degree}}}"
+        )
+        model = {"path": str(tmp_path), "weights": "random"}
+        r = recipes.override(tiny(f"{{{text}}}", length=512), f"model={model}", "batch.size=4")
+        seen = observe(Request(r, DEVICE, vocabulary=96, world=4))
+        kept[degree] = seen.categories["forward"]["activations"] / degree  # a device has so many rows
+    assert kept[4] / kept[2] == pytest.approx(share, abs=0.03)
 
 
 @pytest.mark.parametrize("documents", [((48,),), ((1, 22, 25), (48,), (12, 12, 24)), (tuple([1] * 48),)])

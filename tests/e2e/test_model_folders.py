@@ -204,12 +204,11 @@ def test_techniques_that_the_model_does_not_take_are_refused_before_the_data(pre
         "model: {path: base, weights: random}\ndata: {source: gone.jsonl}\nbatch: {size: 2, seq_len: 64}\n"
         "stop: {max_steps: 2}\nparallel: {devices: 2}\n"
     )
-    for technique, why in (
-        ("tensor_parallel", "degree: transformers has no tensor parallel plan for lfm2"),
-        ("context_parallel", "lfm2 has recurrent layers"),
+    for technique, settings, why in (
+        ("tensor_parallel", "{}", "degree: transformers has no tensor parallel plan for lfm2; use fsdp"),
+        ("context_parallel", "{kind: ring}", "kind: ring gives each device an early and a late part of a sequence"),
     ):
         error = preheat.here(
-            *("train", "t.yaml", "--dry-run", "--gpu", "H100", "--set", f"techniques.{technique}={{}}"), code=2
+            *("train", "t.yaml", "--dry-run", "--gpu", "H100", "--set", f"techniques.{technique}={settings}"), code=2
         )[1]
         assert f"techniques.{technique}: {why}" in error
-        assert "use fsdp" in error

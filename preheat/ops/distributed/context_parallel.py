@@ -6,6 +6,7 @@ which balances the work of a causal mask. Masks are data: a sharded batch keeps 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from preheat.core import Batch, MaskSpec
+from preheat.core import Batch, MaskSpec, SplitAttention
 from preheat.hardware.transfers import to_device
 from preheat.ops.attention.sdpa import cast_to_autocast
 from preheat.ops.losses.cross_entropy import IGNORED
+from preheat.torch_compat import gather_first_dimension, scatter_first_dimension
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,7 +36,7 @@ __all__ = [
     "pad_length",
     "local_positions",
     "find_row_length",
-    "ulysses_attention",
+    "UlyssesAttention",
     "ulysses_bytes",
 ]
 
@@ -153,35 +155,85 @@ def _count_head_copies(shared: int, degree: int) -> int:
     return math.lcm(shared, degree) // shared
 
 
-def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callable[..., Tensor]:
-    """Returns Ulysses attention: a kernel of full rows applied to sequence-sharded rows, each rank with its heads.
+class _GatherPositions(torch.autograd.Function):
+    """All-gather of [rows, positions, width] along the positions. Backward: a reduce-scatter, which sums the gradients
+    that all ranks have for the positions of one.
+    """
+
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        # Positions in front: collectives concatenate along the first dimension.
+        whole = gather_first_dimension(x.transpose(0, 1).contiguous(), group)
+        return wait_for_collective(whole).transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
+        own = scatter_first_dimension(grads[0].transpose(0, 1).contiguous(), ctx.group)
+        return wait_for_collective(own).transpose(0, 1).contiguous(), None
+
+
+class UlyssesAttention(SplitAttention):
+    """Ulysses attention: a kernel of full rows applied to sequence-sharded rows, each rank with its heads.
 
     One all-to-all gives each rank all positions of its heads, another returns the results to their positions. If there
-    are fewer key/value heads than ranks, they are repeated only as often as needed.
+    are fewer key/value heads than ranks, they are repeated only as often as needed. The mask is that of full rows.
 
     Args:
         kernel: (q, k, v, mask, scale) -> out, each [rows, heads, length, head_dim].
         group: process group whose ranks hold the chunks in order.
-
-    Returns:
-        (q, k, v, mask, scale) -> out at this rank's positions; the mask is that of full rows. It raises ValueError if
-        the heads do not divide by the ranks.
+        join_sinks: (kernel, q, k, v, mask, scale, sinks) -> out of full rows; required for attention with sinks.
     """
-    degree = dist.get_world_size(group)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: object) -> Tensor:
+    def __init__(
+        self, kernel: Callable[..., Tensor], group: ProcessGroup, join_sinks: Callable[..., Tensor] | None = None
+    ):
+        self._kernel, self._group, self._join_sinks = kernel, group, join_sinks
+        self.rank, self.degree = dist.get_rank(group), dist.get_world_size(group)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskSpec,
+        scale: float,
+        *,
+        sinks: Tensor | None = None,
+        **more: object,
+    ) -> Tensor:
+        """Raises ValueError if the heads do not divide by the ranks."""
         heads, shared = q.shape[1], k.shape[1]
-        if heads % degree:
-            raise ValueError(f"{heads} heads cannot be split across {degree} devices")
+        if heads % self.degree:
+            raise ValueError(f"{heads} heads cannot be split across {self.degree} devices")
         q, k, v = cast_to_autocast(q, k, v)
         # The all-to-all gives all ranks equally many heads, so key/value heads are repeated until they divide.
-        if (copies := _count_head_copies(shared, degree)) > 1:
+        if (copies := _count_head_copies(shared, self.degree)) > 1:
             k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
         # The kernel sees full rows, so any mask and any kernel work unchanged.
-        out = kernel(*_split_heads_gather_positions((q, k, v), group, degree), mask, scale, **more)
-        return _split_positions_gather_heads(out, group, degree)
+        whole = _split_heads_gather_positions((q, k, v), self._group, self.degree)
+        if sinks is None:
+            out = self._kernel(*whole, mask, scale, **more)
+        else:
+            assert self._join_sinks is not None, "attention with sinks needs join_sinks"
+            # The ranks' gradients of the sinks are of different heads: their sum is that of all.
+            own = sinks.unflatten(0, (self.degree, -1))[self.rank]
+            out = self._join_sinks(functools.partial(self._kernel, **more), *whole, mask, scale, own)
+        return _split_positions_gather_heads(out, self._group, self.degree)
 
-    return attend
+    def gather_positions(self, x: Tensor) -> Tensor:
+        gathered: Tensor = _GatherPositions.apply(x, self._group)
+        return gathered
+
+    def exchange_channels(self, x: Tensor) -> Tensor:
+        # [devices, rows, positions, channels] -> [rows, devices * positions, channels]
+        received = _AllToAll.apply(x.unflatten(2, (self.degree, -1)).movedim(2, 0), self._group)
+        return received.movedim(0, 1).flatten(1, 2)
+
+    def exchange_positions(self, x: Tensor) -> Tensor:
+        # [devices, rows, positions, channels] -> [rows, positions, devices * channels]
+        received = _AllToAll.apply(x.unflatten(1, (self.degree, -1)).movedim(1, 0), self._group)
+        return received.movedim(0, 2).flatten(2, 3)
 
 
 def ulysses_bytes(*, places: int, heads: int, shared: int, head_dim: int, degree: int, size: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 
-from preheat.core import MaskSpec
+from preheat.core import MaskSpec, SplitAttention
 from preheat.ops.attention.sdpa import cast_to_autocast
 from preheat.ops.distributed.context_parallel import wait_for_collective
 from preheat.ops.distributed.ring_attention_blocks import choose_tiles
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["ring_attention", "ring_bytes"]
+__all__ = ["RingAttention", "ring_bytes"]
 
 
 def _pass_on(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -47,13 +47,17 @@ def _split_pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, pieces: Any, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pieces: Any, group: ProcessGroup
+    ) -> Tensor:
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
         # fp32, because one partial result per rank is merged into it.
         # [rows, heads, positions, head_dim]
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
-        # [rows, heads, positions]; -inf is the log of an empty sum.
+        # [rows, heads, positions]; -inf is the log of an empty sum. A sink is its first term, with a value of 0.
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        if sinks is not None:
+            lse.copy_(sinks[None, :, None])
         # Keys and values in one tensor: one message per step instead of two.
         current = torch.cat([k.flatten(), v.flatten()])
         for step in range(degree):
@@ -67,14 +71,14 @@ class _Ring(torch.autograd.Function):
         # Rounded once, after all merges. `lse` stays in fp32: backward recomputes probabilities from it.
         out = out.to(q.dtype)
         # The rank's own keys only: backward sends them around again, instead of keeping all ranks' in memory.
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
         ctx.pieces, ctx.group = pieces, group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *sinks = ctx.saved_tensors
         rank, degree = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         grad_q = torch.zeros_like(q, dtype=torch.float32)
         # `current`: keys and values on their way around; `carried`: their gradients, one hop behind.
@@ -97,7 +101,12 @@ class _Ring(torch.autograd.Function):
             carried, current = _pass_on(own, ctx.group), wait_for_collective(coming)
         assert carried is not None
         grad_k, grad_v = _split_pair(wait_for_collective(carried), k, v)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+        grad_sinks = None
+        if sinks:
+            # d out / d sink = -p out, with the sink's probability p: its value is 0.
+            slopes = (sinks[0].float()[None, :, None] - lse).exp_() * (grads[0].float() * out.float()).sum(-1)
+            grad_sinks = slopes.sum((0, 2)).neg_().to(sinks[0].dtype)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -108,8 +117,8 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(both)
 
 
-def ring_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callable[..., Tensor]:
-    """Returns ring attention equivalent to `kernel` for zigzag-sharded rows: (q, k, v, mask, scale) -> local out.
+class RingAttention(SplitAttention):
+    """Ring attention equivalent to `kernel` for zigzag-sharded rows: (q, k, v, mask, scale) -> local out.
 
     Grouped keys and values are sent without repetition. torch's fused kernel serves causal masks, packed or not;
     blockwise matmuls serve the reference kernel and `attend_blockwise`, including windows. The mask is that of full
@@ -121,16 +130,32 @@ def ring_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callab
     Raises:
         ValueError: the kernel does not provide partial results.
     """
-    kind = choose_tiles(kernel)
-    rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
+    def __init__(self, kernel: Callable[..., Tensor], group: ProcessGroup):
+        self._tiles, self._group = choose_tiles(kernel), group
+        self.rank, self.degree = dist.get_rank(group), dist.get_world_size(group)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskSpec,
+        scale: float,
+        *,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         q, k, v = cast_to_autocast(q, k, v)
-        return _Ring.apply(q, k, v, kind(mask, scale, softcap, degree, rank), group)
+        out: Tensor = _Ring.apply(
+            q, k, v, sinks, self._tiles(mask, scale, softcap, self.degree, self.rank), self._group
+        )
+        return out
 
-    return attend
+    def gather_positions(self, x: Tensor) -> Tensor:
+        raise AssertionError("the zigzag of a ring keeps no order of positions: `check` refuses it for such models")
+
+    exchange_channels = exchange_positions = gather_positions
 
 
 def ring_bytes(*, places: int, shared: int, head_dim: int, degree: int, size: int, backward: bool = False) -> int:

@@ -17,6 +17,7 @@ from preheat.engine.builder import build_context
 from preheat.errors import RecipeError
 from preheat.models import hf, moe
 from preheat.models.sinks import attend_with_sinks, cut_into_chunks
+from preheat.models.split_mixers import count_split_mixers
 from preheat.models.token_mixers import find_attentions, find_cache, find_recurrent_mixers, pass_cache, split_documents
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.recipe import parse
@@ -85,8 +86,9 @@ def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> 
                 (kind.endswith("attention") and kind != "linear_attention") or kind == "hybrid"
             ), (name, kind)
         assert len(moe.routers(model)) == moe.expert_layers(config), name
-        recurrent_layers = any(find_recurrent_mixers(layer) for layer in layers)
-        assert (hf.read_facts(config).special_mixers == "recurrent layers") == recurrent_layers, name
+        facts, chunked = hf.read_facts(config), "chunked_attention" in kinds
+        assert facts.recurrent_layers == sum(bool(find_recurrent_mixers(layer)) for layer in layers), name
+        assert facts.special_mixers == (facts.recurrent_layers > 0 or facts.sinks or chunked), name
         assert hf.read_facts(config).sinks == any("sinks" in m._parameters for m in model.modules()), name
 
 
@@ -152,13 +154,45 @@ def refusals(name: str, technique: str, **more: Any) -> list[str]:
     return [problem.text for t in recipe.techniques.values() for problem in problems_of(t, context)]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "attention sinks"), ("llama4_text", "in chunks")]
-)
-def test_rows_of_what_needs_whole_documents_are_not_split(name: str, reason: str) -> None:
-    (problem,) = refusals(name, "data_parallel: {}, context_parallel: {degree: 2}")
-    assert problem.startswith(f"{name} has ")
-    assert f"{reason}, which need whole sequences on one device" in problem
+@pytest.mark.parametrize("kind", ["auto", "ulysses", "ring"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "gpt_oss", "llama4_text"])
+def test_rows_are_split_whatever_the_mixers_but_in_order_of_recurrent_ones(name: str, kind: str) -> None:
+    problems = refusals(name, f"data_parallel: {{}}, context_parallel: {{kind: {kind}}}")
+    ordered = kind == "ring" and name in ("lfm2", "mamba2")
+    assert [problem.split(";")[1] for problem in problems] == [" use kind: ulysses"] * ordered
+
+
+def test_heads_that_only_a_ring_could_leave_whole_are_refused() -> None:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    assert refusals("llama", "data_parallel: {}, context_parallel: {}", **heads) == []
+    (problem,) = refusals("lfm2", "data_parallel: {}, context_parallel: {}", **heads)
+    assert problem == "kind: ulysses cannot split 3 heads across 2 devices; use a degree that divides them"
+    groups = "data_parallel: {}, context_parallel: {}, shifted_groups: {group_size: 8}"
+    assert any("attention sinks of gpt_oss" in problem for problem in refusals("gpt_oss", groups))
+
+
+def test_heads_of_recurrent_mixers_are_split_unless_a_device_needs_all_of_them() -> None:
+    split, whole = set(), set()
+    for name in ARCHITECTURES:
+        with torch.device("meta"):
+            layers = hf.find_anatomy(create_model(tiny_config(name))).layers
+        mixers = [mixer for layer in layers for mixer in find_recurrent_mixers(layer)]
+        counts = count_split_mixers(mixers, 2)
+        assert sum(counts) == len(mixers)
+        split |= {name} if counts[0] else set()
+        whole |= {name} if counts[1] else set()
+        assert count_split_mixers(mixers, 3) == (0, len(mixers)), name  # 3 divides no number of heads
+    assert whole == {"jamba", "kimi_linear", "minimax"}
+    assert {
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "lfm2",
+        "mamba2",
+        "nemotron_h",
+        "qwen3_5_text",
+        "qwen3_next",
+    } <= split
 
 
 def test_matrices_are_split_by_the_plan_whatever_the_mixers() -> None:
