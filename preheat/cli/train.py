@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+    from preheat.cli.find_lr import LrTest
     from preheat.core.plan import Price
     from preheat.hardware.catalogue import Accelerator
     from preheat.hardware.rates import Rates
@@ -390,6 +391,30 @@ def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> N
     rewind(recipe, folder, checkpoint, Alarms().alarm)
 
 
+def _choose_lr_test(
+    *, find_lr: bool, lr_range: str | None, lr_steps: int | None, others: Mapping[str, bool]
+) -> LrTest | None:
+    """Returns the learning-rate range test to run; None for a training.
+
+    Args:
+        others: option -> whether the user gave it; a test does not read them.
+
+    Raises:
+        RecipeError: an option has no effect beside the others.
+    """
+    from preheat.cli.find_lr import parse_lr_test
+    from preheat.errors import RecipeError
+
+    if not find_lr:
+        for option, value in (("--lr-range", lr_range), ("--lr-steps", lr_steps)):
+            if value is not None:
+                raise RecipeError(f"{option} {value}: is of the learning-rate range test; add --find-lr")
+        return None
+    if unread := next((option for option, given in others.items() if given), None):
+        raise RecipeError(f"{unread}: --find-lr tests learning rates and trains no run; leave {unread} out")
+    return parse_lr_test(lr_range, lr_steps)
+
+
 def train(
     context: typer.Context,
     recipe: Annotated[
@@ -511,6 +536,23 @@ def train(
             ),
         ),
     ] = None,
+    find_lr: Annotated[
+        bool,
+        typer.Option(
+            "--find-lr",
+            help=(
+                "Test learning rates instead of training: raise the rate over some steps until the loss diverges, and "
+                "suggest one. Writes lr-range.json and a page to --out; default: runs/NAME-find-lr."
+            ),
+        ),
+    ] = False,
+    lr_range: Annotated[
+        str | None,
+        typer.Option("--lr-range", metavar="LOW..HIGH", help="With --find-lr: the rates to test; default: 1e-6..1."),
+    ] = None,
+    lr_steps: Annotated[
+        int | None, typer.Option("--lr-steps", metavar="N", help="With --find-lr: steps of the test; default: 100.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a recipe, print the prediction next to the measurement, and write a report.
@@ -522,6 +564,21 @@ def train(
     from preheat.errors import RecipeError
     from preheat.hardware.catalogue import resolve_accelerator
 
+    test = _choose_lr_test(
+        find_lr=find_lr,
+        lr_range=lr_range,
+        lr_steps=lr_steps,
+        others={
+            "--resume": resume,
+            "--auto-resume": auto_resume,
+            "--checkpoint": checkpoint is not None,
+            "--profile": profile is not None,
+            "--restarts": restarts > 0,
+            "--price": price is not None,
+            "--track": bool(track),
+            "--dry-run": dry_run,
+        },
+    )
     if is_url(recipe):
         recipe, out = _open_remote_run(recipe, out, resume=resume or auto_resume)
         resume = True
@@ -561,8 +618,14 @@ def train(
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += ["--profile", str(profile)] if profile is not None else []
         command += ["--price", price] if price is not None else []
+        command += test.list_arguments() if test is not None else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
         _launch(command, folder, target, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
+        return
+    if test is not None:
+        from preheat.cli.find_lr import find
+
+        find(read, test, out, force=force, json=json)
         return
     resume = resume or (auto_resume and _holds_run(target))
     run(

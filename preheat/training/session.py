@@ -237,6 +237,7 @@ def open_session(
     rates: Rates | None = None,
     profile: int | None = None,
     price: Price | None = None,
+    record: bool = True,
 ) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
@@ -245,6 +246,7 @@ def open_session(
         rates: measured rates to plan with; by default those of this machine, measured if there are none.
         profile: number of steps to profile, for which the run must be long enough.
         price: of a device-hour; by default that of the run's last session.
+        record: write the run into its folder; False for work that only needs a build and its data.
 
     Returns:
         `Finished` if the run to resume has ended already.
@@ -271,6 +273,7 @@ def open_session(
             force=force,
             profile=profile,
             price=price,
+            record=record,
         )
         if isinstance(prepared, Finished):
             ranks.publish("prepared", {"finished": prepared.summary})
@@ -300,7 +303,7 @@ def open_session(
 
     ranks.join(recipe, device.kind)
     # 4. Open the folder. Only rank 0 writes; the others have a writer that discards everything.
-    writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
+    writer = Writer(out, resume=resume) if ranks.lead and record else Silent(out)
     try:
         # Taken just before the build, so that the run's memory is counted without that of imports, data and plan.
         imports, claimed = reset_memory_baseline(device), read_reserved_bytes(device.kind)
@@ -436,9 +439,11 @@ def _prepare(
     force: bool,
     profile: int | None,
     price: Price | None,
+    record: bool,
 ) -> _Ready | Finished:
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
-    check_folder(out, resume=resume)
+    if record:
+        check_folder(out, resume=resume)
     tracking.check(recipe, out)
     criterion_of(recipe)  # raises if no evaluation gives the score
     looked: Looked | None = None
