@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from preheat.hardware.catalogue import Accelerator
     from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
+    from preheat.training.spikes import Range
 
 __all__ = ["build_resume_command", "run", "train"]
 
@@ -51,6 +53,7 @@ def run(
     planned: bool = False,
     profile: int | None = None,
     price: Price | None = None,
+    skip_rows: Sequence[Range] = (),
 ) -> JsonObject:
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
@@ -60,6 +63,7 @@ def run(
         planned: the plan was printed already.
         profile: number of steps to profile.
         price: of a device-hour; None: that of the run's last session.
+        skip_rows: ranges of rows to leave out.
         again: arguments of the user's command, for the command that resumes an interrupted run.
 
     Raises:
@@ -81,7 +85,15 @@ def run(
     with open_run_folder(target, resume=resume, watch=watch) as folder:
         with live or nullcontext(), _add_resume_command(folder, target, again):
             result = start(
-                recipe, out=folder, resume=resume, force=force, watch=watch, rates=rates, profile=profile, price=price
+                recipe,
+                out=folder,
+                resume=resume,
+                force=force,
+                watch=watch,
+                rates=rates,
+                profile=profile,
+                price=price,
+                skip_rows=skip_rows,
             )
         if lead and not result.get("already_finished"):
             result["report"] = str(reports.write(result["run"]))
@@ -127,15 +139,16 @@ def _exit_code(stopped: str | None) -> int:
 def build_resume_command(arguments: Sequence[str], folder: str | Path) -> str:
     """Returns the shell command that resumes a run: the user's command with the run's folder or URL and --resume.
 
-    The steps that it profiled are not profiled again, and going back to a checkpoint is done once.
+    The steps that it profiled are not profiled again, going back to a checkpoint is done once, and the run has the rows
+    to leave out on record.
     """
     left, rest = [], iter(arguments)
     for part in rest:
-        if part in ("--out", "--profile", "--checkpoint"):
+        if part in ("--out", "--profile", "--checkpoint", "--skip-rows"):
             # Its value, which is the next argument.
             next(rest, None)
         elif part not in ("--resume", "--auto-resume") and not part.startswith(
-            ("--out=", "--profile=", "--checkpoint=")
+            ("--out=", "--profile=", "--checkpoint=", "--skip-rows=")
         ):
             left.append(part)
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
@@ -391,6 +404,24 @@ def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> N
     rewind(recipe, folder, checkpoint, Alarms().alarm)
 
 
+def _parse_rows(text: str) -> Range:
+    """Returns the range of --skip-rows.
+
+    Raises:
+        RecipeError: it is none, or empty.
+    """
+    from preheat.errors import RecipeError
+    from preheat.sanitize import quote_value
+
+    match = re.fullmatch(r"\s*([0-9]{1,15})\s*\.\.\s*([0-9]{1,15})\s*", text[:60])
+    if match is None or int(match[1]) >= int(match[2]):
+        raise RecipeError(
+            f"--skip-rows: {quote_value(text)}: must be A..B with A below B, such as --skip-rows 640..704, which "
+            "leaves out 64 rows"
+        )
+    return int(match[1]), int(match[2])
+
+
 def _choose_lr_test(
     *, find_lr: bool, lr_range: str | None, lr_steps: int | None, others: Mapping[str, bool]
 ) -> LrTest | None:
@@ -465,6 +496,17 @@ def train(
             help=(
                 "With --resume: continue from the best checkpoint or that of step N; later ones are renamed to "
                 "step-M.aside-1."
+            ),
+        ),
+    ] = None,
+    skip_rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--skip-rows",
+            metavar="A..B",
+            help=(
+                "Leave out rows A to B - 1 in the order of training, counted from 0, such as the batches before a "
+                "spike; with --resume and --checkpoint, those after the checkpoint. Repeatable."
             ),
         ),
     ] = None,
@@ -572,6 +614,7 @@ def train(
             "--resume": resume,
             "--auto-resume": auto_resume,
             "--checkpoint": checkpoint is not None,
+            "--skip-rows": bool(skip_rows),
             "--profile": profile is not None,
             "--restarts": restarts > 0,
             "--price": price is not None,
@@ -588,6 +631,9 @@ def train(
     set = [*(set or []), *([f"tracking.to=[{', '.join(track)}]"] if track else [])]
     if profile is not None and profile < 1:
         raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
+    ranges = [_parse_rows(text) for text in skip_rows or ()]
+    if dry_run and ranges:
+        raise RecipeError(f"--skip-rows {(skip_rows or [''])[0]}: --dry-run trains on no rows; leave it out")
     if dry_run and checkpoint is not None:
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     foreign = ForeignOptions(from_, deepspeed, accelerate)
@@ -618,6 +664,7 @@ def train(
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += ["--profile", str(profile)] if profile is not None else []
         command += ["--price", price] if price is not None else []
+        command += [part for first, end in ranges for part in ("--skip-rows", f"{first}..{end}")]
         command += test.list_arguments() if test is not None else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
         _launch(command, folder, target, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
@@ -637,4 +684,5 @@ def train(
         again=context.obj,
         profile=profile,
         price=device_hour,
+        skip_rows=ranges,
     )

@@ -218,6 +218,12 @@ RULES: tuple[Rule, ...] = (
         for key in ("checkpoint.best", "stop.patience", "stop.min_delta", "stop.target_loss")
     ),
     Rule(
+        "checkpoint.rewinds",
+        lambda r: r.checkpoint.every,
+        "there is no checkpoint to go back to before the end; set checkpoint.every, or leave it out",
+        refuse=True,
+    ),
+    Rule(
         "stop.min_delta",
         lambda r: r.stop.patience or r.checkpoint.best,
         "it is for stop.patience and checkpoint.best; set one of them, or leave it out",

@@ -57,6 +57,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
         (key, value, {}, {"evaluate": {"every": 2}})
         for key, value in {"checkpoint.best": "validation_loss", "stop.patience": 2, "stop.target_loss": 2.0}.items()
     ),
+    ("checkpoint.rewinds", 2, {}, {"checkpoint": {"every": 2}}),
     ("stop.min_delta", 0.1, {"stop": {"patience": 2}}, {"stop": {"patience": 2}, "evaluate": {"every": 2}}),
     ("stop.min_delta", 0.1, {"evaluate": {"every": 2}}, {"checkpoint": {"best": "validation_loss"}, "evaluate": {"every": 2}}),
     *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro_batch_size")),
