@@ -278,6 +278,14 @@ RULES: tuple[Rule, ...] = (
         _read_key("preference", lambda t: t.loss == "simpo"),
         "only loss: simpo has a margin; leave it out",
     ),
+    *(
+        Rule(
+            f"techniques.preference.{key}",
+            _read_key("preference", lambda t: t.loss == "kto"),
+            "only loss: kto weighs the two kinds of answers; leave it out",
+        )
+        for key in ("desirable_weight", "undesirable_weight")
+    ),
     Rule(
         "techniques.length_curriculum.root_degree",
         _read_key("length_curriculum", lambda t: t.schedule == "root" and not t.lengths),

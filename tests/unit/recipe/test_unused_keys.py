@@ -71,6 +71,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("techniques.mixed_precision.loss_scale", 4.0, {}, {"techniques": {"mixed_precision": {"mode": "fp16"}}}),
     ("techniques.mixed_precision.growth_interval", 4, {}, {"techniques": {"mixed_precision": {"mode": "fp16_master"}}}),
     ("techniques.preference.gamma", 1.0, {}, {"techniques": {"preference": {"loss": "simpo"}}}),
+    *((f"techniques.preference.{kind}_weight", 2.0, {}, {"techniques": {"preference": {"loss": "kto"}}}) for kind in ("desirable", "undesirable")),
     ("techniques.length_curriculum.root_degree", 3.0, {}, {"techniques": {"length_curriculum": {"schedule": "root"}}}),
     ("techniques.length_curriculum.multiple", 16, {"techniques": {"length_curriculum": {"lengths": [16]}}}, {}),
     ("techniques.expert_balancing.rate", 0.01, {"techniques": {"expert_balancing": {"method": "loss"}}}, {}),
