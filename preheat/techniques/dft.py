@@ -43,7 +43,6 @@ class Dft(Technique):
     numerics: ClassVar[Numerics] = "different"
     # -p log p at the start, where each of the trial's 96 tokens has the same probability.
     trials: ClassVar[Trials] = Trials(first_loss={None: math.log(96) / 96})
-    supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ROW_LOSS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD})  # for answers, not for classes
 
