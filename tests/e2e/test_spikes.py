@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,26 @@ checkpoint: {{every: 10, keep: 20, best: validation_loss}}
 hardware: {{threads: 1}}
 techniques: {{neftune: {{}}}}
 """  # noise from the generator in each step
+
+
+PLUGIN = """\
+import itertools
+import sys
+from preheat.engine import step
+
+read, calls = step.read_step_stats, itertools.count(1)
+
+
+def read_spoiled(*arguments):
+    numbers = read(*arguments)
+    norm, *rest = numbers.more
+    return numbers._replace(more=[1000 * norm if next(calls) == 25 else norm, *rest])
+
+
+for module in (step, sys.modules.get("preheat.training.loop")):  # which may be imported already
+    if module is not None:
+        module.read_step_stats = read_spoiled
+"""
 
 
 @contextmanager
@@ -113,6 +134,28 @@ def test_going_back_is_leaving_the_batches_out(spiking: Command) -> None:
             shutil.rmtree(saved)
     spiking.here("train", "r.yaml", "--out", "cut", "--resume")
     assert_equal(cut, back)
+
+
+def test_two_processes_go_back_together(spiking: Command) -> None:
+    """With weights in shards; the plugin changes what each process reads, as `spoiled` does."""
+    (spiking.folder / "spike_at_step_25.py").write_text(PLUGIN)
+    settings = ("--set", "techniques.fsdp={}", "--nproc", "2")
+    with mock.patch.dict(spiking.environment, {"PYTHONPATH": f"{spiking.folder}:{os.environ.get('PYTHONPATH', '')}"}):
+        spiking(
+            "--plugin",
+            "spike_at_step_25",
+            "train",
+            "r.yaml",
+            "--out",
+            "two",
+            *settings,
+            "--set",
+            "checkpoint.rewinds=1",
+        )
+    two = spiking.folder / "two"
+    assert [event.rows for event in Reader(two).events(Rewound)] == [(42, 50)]
+    spiking("train", "r.yaml", "--out", "two-told", *settings, *skip(two))
+    assert_equal(two, spiking.folder / "two-told")
 
 
 def test_a_loss_that_is_not_finite_is_gone_back_from_until_no_rewind_is_left(spiking: Command) -> None:

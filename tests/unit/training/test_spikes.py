@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from preheat.data.loader import _Stream
 from preheat.techniques.difficulty_curriculum import order_by_difficulty
 from preheat.training.spikes import HISTORY, Spike, SpikeDetector, advance, iterate_around
 
@@ -72,3 +74,9 @@ def test_a_curriculum_has_samples_after_its_end() -> None:
     """A run that leaves samples out reads beyond the number that the curriculum was made for."""
     order = order_by_difficulty(np.array([0.9, 0.1, 0.5, 0.3]), total=8, seed=0, start=0.5)
     assert set(itertools.islice(order, 8, 16)) == {0, 1, 2, 3}
+
+
+def test_a_stream_leaves_samples_out() -> None:
+    rows = SimpleNamespace(read=lambda committed: ((n, f"row {n}") for n in itertools.count(committed)))
+    stream = _Stream(rows, 3, [(5, 7), (8, 9)])  # type: ignore[arg-type]
+    assert [item[0] for item in itertools.islice(stream, 4)] == [3, 4, 7, 9]  # type: ignore[index]
