@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+    from preheat.cli.find_lr import LrTest
     from preheat.core.plan import Price
     from preheat.hardware.catalogue import Accelerator
     from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
+    from preheat.training.spikes import Range
 
 __all__ = ["build_resume_command", "run", "train"]
 
@@ -50,6 +53,7 @@ def run(
     planned: bool = False,
     profile: int | None = None,
     price: Price | None = None,
+    skip_rows: Sequence[Range] = (),
 ) -> JsonObject:
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
@@ -59,6 +63,7 @@ def run(
         planned: the plan was printed already.
         profile: number of steps to profile.
         price: of a device-hour; None: that of the run's last session.
+        skip_rows: ranges of rows to leave out.
         again: arguments of the user's command, for the command that resumes an interrupted run.
 
     Raises:
@@ -80,7 +85,15 @@ def run(
     with open_run_folder(target, resume=resume, watch=watch) as folder:
         with live or nullcontext(), _add_resume_command(folder, target, again):
             result = start(
-                recipe, out=folder, resume=resume, force=force, watch=watch, rates=rates, profile=profile, price=price
+                recipe,
+                out=folder,
+                resume=resume,
+                force=force,
+                watch=watch,
+                rates=rates,
+                profile=profile,
+                price=price,
+                skip_rows=skip_rows,
             )
         if lead and not result.get("already_finished"):
             result["report"] = str(reports.write(result["run"]))
@@ -126,15 +139,16 @@ def _exit_code(stopped: str | None) -> int:
 def build_resume_command(arguments: Sequence[str], folder: str | Path) -> str:
     """Returns the shell command that resumes a run: the user's command with the run's folder or URL and --resume.
 
-    The steps that it profiled are not profiled again, and going back to a checkpoint is done once.
+    The steps that it profiled are not profiled again, going back to a checkpoint is done once, and the run has the rows
+    to leave out on record.
     """
     left, rest = [], iter(arguments)
     for part in rest:
-        if part in ("--out", "--profile", "--checkpoint"):
+        if part in ("--out", "--profile", "--checkpoint", "--skip-rows"):
             # Its value, which is the next argument.
             next(rest, None)
         elif part not in ("--resume", "--auto-resume") and not part.startswith(
-            ("--out=", "--profile=", "--checkpoint=")
+            ("--out=", "--profile=", "--checkpoint=", "--skip-rows=")
         ):
             left.append(part)
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
@@ -390,6 +404,48 @@ def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> N
     rewind(recipe, folder, checkpoint, Alarms().alarm)
 
 
+def _parse_rows(text: str) -> Range:
+    """Returns the range of --skip-rows.
+
+    Raises:
+        RecipeError: it is none, or empty.
+    """
+    from preheat.errors import RecipeError
+    from preheat.sanitize import quote_value
+
+    match = re.fullmatch(r"\s*([0-9]{1,15})\s*\.\.\s*([0-9]{1,15})\s*", text[:60])
+    if match is None or int(match[1]) >= int(match[2]):
+        raise RecipeError(
+            f"--skip-rows: {quote_value(text)}: must be A..B with A below B, such as --skip-rows 640..704, which "
+            "leaves out 64 rows"
+        )
+    return int(match[1]), int(match[2])
+
+
+def _choose_lr_test(
+    *, find_lr: bool, lr_range: str | None, lr_steps: int | None, others: Mapping[str, bool]
+) -> LrTest | None:
+    """Returns the learning-rate range test to run; None for a training.
+
+    Args:
+        others: option -> whether the user gave it; a test does not read them.
+
+    Raises:
+        RecipeError: an option has no effect beside the others.
+    """
+    from preheat.cli.find_lr import parse_lr_test
+    from preheat.errors import RecipeError
+
+    if not find_lr:
+        for option, value in (("--lr-range", lr_range), ("--lr-steps", lr_steps)):
+            if value is not None:
+                raise RecipeError(f"{option} {value}: is of the learning-rate range test; add --find-lr")
+        return None
+    if unread := next((option for option, given in others.items() if given), None):
+        raise RecipeError(f"{unread}: --find-lr tests learning rates and trains no run; leave {unread} out")
+    return parse_lr_test(lr_range, lr_steps)
+
+
 def train(
     context: typer.Context,
     recipe: Annotated[
@@ -440,6 +496,17 @@ def train(
             help=(
                 "With --resume: continue from the best checkpoint or that of step N; later ones are renamed to "
                 "step-M.aside-1."
+            ),
+        ),
+    ] = None,
+    skip_rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--skip-rows",
+            metavar="A..B",
+            help=(
+                "Leave out rows A to B - 1 in the order of training, counted from 0, such as the batches before a "
+                "spike; with --resume and --checkpoint, those after the checkpoint. Repeatable."
             ),
         ),
     ] = None,
@@ -511,6 +578,23 @@ def train(
             ),
         ),
     ] = None,
+    find_lr: Annotated[
+        bool,
+        typer.Option(
+            "--find-lr",
+            help=(
+                "Test learning rates instead of training: raise the rate over some steps until the loss diverges, and "
+                "suggest one. Writes lr-range.json and a page to --out; default: runs/NAME-find-lr."
+            ),
+        ),
+    ] = False,
+    lr_range: Annotated[
+        str | None,
+        typer.Option("--lr-range", metavar="LOW..HIGH", help="With --find-lr: the rates to test; default: 1e-6..1."),
+    ] = None,
+    lr_steps: Annotated[
+        int | None, typer.Option("--lr-steps", metavar="N", help="With --find-lr: steps of the test; default: 100.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a recipe, print the prediction next to the measurement, and write a report.
@@ -522,6 +606,22 @@ def train(
     from preheat.errors import RecipeError
     from preheat.hardware.catalogue import resolve_accelerator
 
+    test = _choose_lr_test(
+        find_lr=find_lr,
+        lr_range=lr_range,
+        lr_steps=lr_steps,
+        others={
+            "--resume": resume,
+            "--auto-resume": auto_resume,
+            "--checkpoint": checkpoint is not None,
+            "--skip-rows": bool(skip_rows),
+            "--profile": profile is not None,
+            "--restarts": restarts > 0,
+            "--price": price is not None,
+            "--track": bool(track),
+            "--dry-run": dry_run,
+        },
+    )
     if is_url(recipe):
         recipe, out = _open_remote_run(recipe, out, resume=resume or auto_resume)
         resume = True
@@ -531,6 +631,9 @@ def train(
     set = [*(set or []), *([f"tracking.to=[{', '.join(track)}]"] if track else [])]
     if profile is not None and profile < 1:
         raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
+    ranges = [_parse_rows(text) for text in skip_rows or ()]
+    if dry_run and ranges:
+        raise RecipeError(f"--skip-rows {(skip_rows or [''])[0]}: --dry-run trains on no rows; leave it out")
     if dry_run and checkpoint is not None:
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     foreign = ForeignOptions(from_, deepspeed, accelerate)
@@ -561,8 +664,15 @@ def train(
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += ["--profile", str(profile)] if profile is not None else []
         command += ["--price", price] if price is not None else []
+        command += [part for first, end in ranges for part in ("--skip-rows", f"{first}..{end}")]
+        command += test.list_arguments() if test is not None else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
         _launch(command, folder, target, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
+        return
+    if test is not None:
+        from preheat.cli.find_lr import find
+
+        find(read, test, out, force=force, json=json)
         return
     resume = resume or (auto_resume and _holds_run(target))
     run(
@@ -574,4 +684,5 @@ def train(
         again=context.obj,
         profile=profile,
         price=device_hour,
+        skip_rows=ranges,
     )

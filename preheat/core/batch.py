@@ -75,6 +75,7 @@ class Batch:
             over positions leave them out.
         sources: [rows, length] int16, the number of the source of `data.source` that a token is from; None: there is
             only one source, or they are unknown.
+        exchanged: the same prompts with each other's answers, if the objective compares with those.
     """
 
     tokens: Tensor
@@ -90,6 +91,7 @@ class Batch:
     images: Images | None = None
     padding: Tensor | None = None
     sources: Tensor | None = None
+    exchanged: Batch | None = None
 
 
 @dataclass

@@ -71,7 +71,16 @@ def _load() -> None:
             raise RunError(f"{_file_of(cls.__module__)}: technique {name}: {reason}")
 
 
-_SEARCH = ("last_resort", "searched_on", "memory_saving", "search_numerics", "options", "fallbacks", "resolve_auto")
+_SEARCH = (
+    "last_resort",
+    "searched_on",
+    "memory_saving",
+    "is_memory_saving",
+    "search_numerics",
+    "options",
+    "fallbacks",
+    "resolve_auto",
+)
 
 
 def _file_of(module: str) -> str:

@@ -53,9 +53,12 @@ __all__ = [
     "Results",
     "Resumed",
     "SampleEvent",
+    "RemovedRows",
+    "Rewound",
     "SampleTexts",
     "SetAside",
     "SkippedFallback",
+    "Spike",
     "Started",
     "StepMetrics",
     "Stopping",
@@ -487,6 +490,56 @@ class Overflows(Event):
     step: Omitted[Count] = None
     steps: Omitted[Count] = None
     loss_scale: OmittedReal = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike(Event):
+    """The loss or the gradient norm is far above those of the steps before.
+
+    Attributes:
+        score: loss or gradient_norm.
+        value: of the step; NaN if it is not finite.
+        median: of the steps before.
+        threshold: least value of a spike.
+        rows: of the step's batch, in the order of training: from the first number up to, and without, the second.
+    """
+
+    kind: str = field(default="spike", init=False)
+    step: Count
+    score: str
+    value: Real
+    median: Real
+    threshold: Real
+    rows: tuple[Count, Count]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewound(Event):
+    """The run goes back to a checkpoint before a spike, and leaves out the batches from there to the spike.
+
+    Attributes:
+        step: of the checkpoint; 0: the run starts again.
+        spike: step of the spike.
+        rows: those left out, as in `Spike`.
+    """
+
+    kind: str = field(default="rewound", init=False)
+    step: Count
+    spike: Count
+    rows: tuple[Count, Count]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemovedRows(Event):
+    """The user leaves out rows of the training data, from this step on.
+
+    Attributes:
+        rows: as in `Spike`.
+    """
+
+    kind: str = field(default="removed_rows", init=False)
+    step: Count
+    rows: tuple[Count, Count]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -370,6 +370,10 @@ class Checkpoint:
     best: str | None = None
     """Also keep the checkpoint with the best score, e.g. validation_loss, validation_accuracy or TASK/METRIC of
     `evaluate.tasks`: each evaluation with a better score saves its step. `--checkpoint best` loads it."""
+    rewinds: NonNegativeInt = 0
+    """At a spike of the loss or of the gradient norm (or a loss that is not finite), go back to the last checkpoint and
+    leave out the batches from there to the spike (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1), at most this
+    many times in a run; afterwards, and with 0, a spike is only reported."""
     asynchronous: bool | None = None
     """Write during the next steps, from a copy in host memory: of what each process saves (its weights and optimizer
     states), until it is written. By default yes on accelerators, no on CPUs, where the copy uses the run's own

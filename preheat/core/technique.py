@@ -240,8 +240,9 @@ class Searchable(Technique):
     searched_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
     """Device kinds on which a search adds it: those for which plans predict its speed correctly."""
     memory_saving: ClassVar[bool] = False
-    """True if the recovery from out-of-memory errors may add it with any of its `options`: the same weights, data and
-    loss with less memory. A run may be resumed with it, without it, or with other settings of it."""
+    """True if the recovery from out-of-memory errors may add it with its `options`, or those that `is_memory_saving`
+    admits: the same weights, data and loss with less memory. A run may be resumed with it, without it, or with other
+    settings of it."""
 
     def search_numerics(self) -> Numerics | None:
         """Returns the numerical effect on the whole run if a search adds these settings; None: never added.
@@ -258,6 +259,10 @@ class Searchable(Technique):
     def fallbacks(self, context: Context) -> Iterable[Technique]:
         """Returns settings with the same weights and less memory, for recovery, the mildest first."""
         return []
+
+    def is_memory_saving(self) -> bool:
+        """Returns True if these settings are such as `memory_saving` describes."""
+        return self.memory_saving
 
     def left_open(self, device: Device) -> bool:
         """Returns True if a plan (`resolve_auto`) or a search chooses the settings on such a device."""

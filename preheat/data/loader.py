@@ -73,6 +73,7 @@ def batches(
     prefetch: int = 2,
     pin: bool = False,
     share: tuple[int, int] = (0, 1),
+    left_out: Sequence[tuple[int, int]] = (),
 ) -> Generator[list[Batch], None, None]:
     """Yields global batches without end, each as a list of micro-batches.
 
@@ -90,6 +91,7 @@ def batches(
         workers: loader processes; 0 makes the batches in this process on demand.
         prefetch: micro-batches that each worker makes ahead.
         pin: put tensors into page-locked memory, for faster copies to a GPU.
+        left_out: of a streamed source, ranges of samples to leave out; any other source leaves them out of `order`.
         share: (rank, devices); each global batch is split across the devices, and only the rows of this rank are read.
 
     Raises:
@@ -112,7 +114,7 @@ def batches(
 
     if isinstance(rows, StreamRows):
         # A stream has no random access: workers send rows in order, and this process makes the micro-batches.
-        with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
+        with closing(_Loader(_Stream(rows, committed, left_out), None, min(workers, 1), prefetch, False)) as stream:
             for current in shapes():
                 read = [_raise_error(stream.next()) for _ in range(count_consumed_rows(current, rows.length))]
                 by_number = dict(read)
@@ -326,12 +328,14 @@ class _Keyed(Dataset[_Pinnable | DataError]):
 
 
 class _Stream(IterableDataset[tuple[int, RowData] | DataError]):
-    def __init__(self, rows: StreamRows, committed: int):
-        self.rows, self.committed = rows, committed
+    def __init__(self, rows: StreamRows, committed: int, left_out: Sequence[tuple[int, int]]):
+        self.rows, self.committed, self.left_out = rows, committed, left_out
 
     def __iter__(self) -> Iterator[tuple[int, RowData] | DataError]:
         try:
-            yield from self.rows.read(self.committed)
+            for number, row in self.rows.read(self.committed):
+                if not any(first <= number < end for first, end in self.left_out):
+                    yield number, row
         except DataError as error:
             yield error  # as a value: DataLoader would wrap an exception of a worker in its traceback
 

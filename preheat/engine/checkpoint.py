@@ -138,6 +138,22 @@ def _collect_tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]
     return tensors | collect_torch_generators(build, build.mesh.rank if rank is None else rank)
 
 
+def _find_masters(build: Build) -> dict[str, Tensor]:
+    """Name of each master of an fp32 parameter -> the parameter."""
+    import torch
+
+    from preheat.ops.optim.optimizers import Guarded
+
+    if not isinstance(build.optimizer, Guarded) or not build.optimizer.masters:
+        return {}
+    return {
+        f"optimizer.{name}.{build.optimizer.masters}": p
+        for part in build.trained
+        for name, p in part.named_parameters()
+        if p in build.optimizer.state and p.dtype == torch.float32
+    }
+
+
 _FILE_BYTES = 64 << 20
 """Upper limit of a file: it is assembled in memory, so large files would need as much host memory."""
 _COPIES = 3
@@ -778,6 +794,7 @@ def load(build: Build, path: Path) -> Progress:
         RunError: tensors that the build needs are missing, or of another kind.
         MemoryError: not enough memory to read it.
     """
+    import torch
     import torch.distributed.checkpoint as dcp
 
     state = read_progress(path)
@@ -786,8 +803,15 @@ def load(build: Build, path: Path) -> Progress:
     # These are the build's own tensors, sharded as it is: torch reads each rank's part straight into them.
     tensors, reader = _collect_tensors(build, rank), _build_reader(path)
     with _convert_read_errors(path):
-        _require_kinds(path, reader.read_metadata().state_dict_metadata, tensors)
-        dcp.load(tensors, storage_reader=reader, no_dist=build.mesh.world == 1)
+        stored = reader.read_metadata().state_dict_metadata
+        _require_kinds(path, stored, tensors)
+        # A run may move AdamW to the host: its weights in the checkpoint are fp32, and are the masters there.
+        masters = {name: p for name, p in _find_masters(build).items() if name not in stored}
+        read = {name: t for name, t in tensors.items() if name not in masters}
+        dcp.load(read, storage_reader=reader, no_dist=build.mesh.world == 1)
+        with torch.no_grad():
+            for name, p in masters.items():
+                tensors[name].copy_(p)
     # torch returned copies of the generators' states, so the loaded values must be handed back.
     restore_torch_generators(tensors, rank)
     restore_host_generators(state.generators[rank])

@@ -96,4 +96,5 @@ def _map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
         images=images,
         padding=padding,
         sources=sources,
+        exchanged=_map_tensors(batch.exchanged, change) if batch.exchanged is not None else None,
     )

@@ -47,7 +47,7 @@ from preheat.recipe import Recipe
 
 __all__ = ["AXOLOTL"]
 
-_LOSSES = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "apo_zero"}
+_LOSSES = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 _TEMPLATES = {
     "chatml": "chatml",
     "alpaca": "alpaca",
@@ -147,7 +147,7 @@ def _read_task(settings: Settings, entry: Entry) -> Outcome:
         raise entry.error(f"{name}: {REWARDS}")
     settings.preference = settings.preference | {"loss": _LOSSES[name]}
     settings.pairs = name != "kto"
-    return Takes(("preference",), "planned as apo_zero, of KTO's family" if name == "kto" else "")
+    return Takes(("preference",))
 
 
 def _read_path(settings: Settings, entry: Entry) -> Outcome:
@@ -555,8 +555,8 @@ AXOLOTL = Format(
         "orpo_alpha": read_preference("beta"),
         "simpo_gamma": read_preference("gamma"),
         "dpo_label_smoothing": read_preference("label_smoothing"),
-        "kto_desirable_weight": assume("both kinds of answers have one weight, which costs the same"),
-        "kto_undesirable_weight": assume("both kinds of answers have one weight, which costs the same"),
+        "kto_desirable_weight": read_preference("desirable_weight"),
+        "kto_undesirable_weight": read_preference("undesirable_weight"),
         "reward_model": refuse(f"a reward model has a head of its own; {REWARDS}"),
         "process_reward_model": refuse(f"a reward model has a head of its own; {REWARDS}"),
         "num_labels": refuse(f"a classifier has a head of its own; {REWARDS}"),

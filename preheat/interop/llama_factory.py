@@ -74,8 +74,8 @@ def _read_stage(settings: Settings, entry: Entry) -> Outcome:
         settings.pairs = True
         return Takes(("preference",))
     if stage == "kto":
-        settings.preference = settings.preference | {"loss": "apo_zero"}
-        return Takes(("preference",), "planned as apo_zero, of KTO's family")
+        settings.preference = settings.preference | {"loss": "kto"}
+        return Takes(("preference",))
     return Takes(("packing",)) if stage == "pt" else NoEffect("supervised training")
 
 
@@ -317,6 +317,8 @@ def write_llama_factory(recipe: Recipe, folder: Path = Path()) -> Written:
     for key, name in (("shift_attn", "shifted_groups"), ("fp8", "fp8")):
         if getattr(settings, name):
             draft.say(key, name)
+    if settings.dft:
+        draft.say("use_dft_loss", "dft")
     write_kernels(draft, "enable_liger_kernel")
     write_fsdp(draft)
     write_saving(draft)
@@ -488,11 +490,11 @@ LLAMA_FACTORY = Format(
         "pref_ftx": read_preference("nll"),
         "simpo_gamma": read_preference("gamma"),
         "dpo_label_smoothing": read_preference("label_smoothing"),
-        "kto_chosen_weight": assume("both kinds of answers have one weight, which costs the same"),
-        "kto_rejected_weight": assume("both kinds of answers have one weight, which costs the same"),
+        "kto_chosen_weight": read_preference("desirable_weight"),
+        "kto_rejected_weight": read_preference("undesirable_weight"),
         "ref_model": assume("the reference is the model before training"),
         "reward_model": refuse(REWARDS),
-        "use_dft_loss": assume("plain cross entropy, which costs the same"),
+        "use_dft_loss": take("dft", Entry.truth),
         "use_asft_loss": assume("plain cross entropy, which costs the same"),
         "use_eaft_loss": assume("plain cross entropy, which costs the same but for the logits' entropy"),
         # The data.

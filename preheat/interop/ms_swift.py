@@ -48,7 +48,7 @@ _OTHER_METHODS = (
     "unsloth_lora",
 )
 _REWARDED = ("grpo", "ppo", "gkd", "rm")
-_LOSSES = {"dpo": "dpo", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "kto": "apo_zero"}
+_LOSSES = {"dpo": "dpo", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "kto": "kto"}
 _PAIR_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge", "simpo": "simpo"}
 _FLASH = ("flash_attn", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _COSTS_THE_SAME = "plain cross entropy, which costs the same"
@@ -221,7 +221,7 @@ def _read_rlhf_type(settings: Settings, entry: Entry) -> Outcome:
     stated = {"loss": _LOSSES[name]} | ({"nll": 1.0} if name in ("simpo", "cpo") else {})
     stated |= {"gamma": 1.0} if name == "simpo" else {}
     settings.preference = stated | {k: v for k, v in settings.preference.items() if k != "loss"}
-    return Takes(("preference",), "planned as apo_zero, of KTO's family" if name == "kto" else "")
+    return Takes(("preference",))
 
 
 def _read_pair_loss(settings: Settings, entry: Entry) -> Outcome:
@@ -351,7 +351,7 @@ _TABLE: Mapping[str, Handler] = {
     "lisa_step_interval": ignore("belongs to lisa_activated_layers"),
     "lr_scheduler_kwargs.min_lr": take("min_lr", Entry.number),
     "lr_scheduler_kwargs": assume("the schedule falls to 0, which costs the same"),
-    "enable_dft_loss": assume(_COSTS_THE_SAME),
+    "enable_dft_loss": take("dft", Entry.truth),
     "loss_type": assume(_COSTS_THE_SAME),
     "enable_channel_loss": ignore(LOGGING),
     "acc_strategy": ignore("the accuracy that is logged"),
@@ -406,9 +406,8 @@ _RLHF: Mapping[str, Handler] = {
     "rpo_alpha": read_preference("nll"),
     "loss_type": _read_pair_loss,
     "loss_weights": assume("one loss is planned, which costs the same"),
-    **_names(
-        "desirable_weight undesirable_weight", assume("both kinds of answers have one weight, which costs the same")
-    ),
+    "desirable_weight": read_preference("desirable_weight"),
+    "undesirable_weight": read_preference("undesirable_weight"),
     **_names("ld_alpha discopop_tau", assume("the loss is that of rlhf_type, which costs the same")),
     **_names("ref_model ref_adapters", assume("the reference is the model before training")),
     **_names("ref_model_type ref_model_revision", ignore("loading")),
@@ -506,7 +505,7 @@ def _finish_sft(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[st
 def _finish_rlhf(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     loss = settings.preference["loss"]
     settings.preference = {"beta": 2.0 if loss == "simpo" else 0.1} | settings.preference
-    settings.pairs = loss != "apo_zero"
+    settings.pairs = loss != "kto"
     notes = _finish(settings, entries)
     if settings.packing:
         raise entries["packing"].error("true: preferences are not planned packed; set it to false")

@@ -87,6 +87,8 @@ def write_ms_swift(recipe: Recipe, folder: Path = Path()) -> Written:
         draft.say("optimizer", "optimizer", value="muon")
     write_schedule(draft, fraction="warmup_ratio")
     draft.say("gradient_checkpointing", "checkpointing")
+    if settings.dft:
+        draft.say("enable_dft_loss", "dft")
     write_kernels(draft, "use_liger_kernel")
     write_fsdp(draft)
     write_saving(draft)

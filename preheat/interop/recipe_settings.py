@@ -198,9 +198,10 @@ def _read_techniques(settings: Settings, values: Mapping[str, dict[str, Any]]) -
     if preference := values.get("preference"):
         plain = registry()["preference"]()
         settings.preference = {key: v for key, v in preference.items() if key == "loss" or v != getattr(plain, key)}
-        settings.pairs = preference["loss"] != "apo_zero"
+        settings.pairs = preference["loss"] not in ("kto", "apo_zero")
     settings.neftune = values.get("neftune", {}).get("alpha")
     settings.label_smoothing = values.get("regularized_loss", {}).get("label_smoothing", 0.0)
+    settings.dft = "dft" in values
     settings.attention = "efficient_attention" in values
     settings.activation_offload = "activation_offload" in values
     settings.chunked_loss = "chunked_loss" in values

@@ -124,6 +124,7 @@ class Settings:
     fused_gate: bool = False
     adapter_kernels: bool = False
     label_smoothing: float = 0.0
+    dft: bool = False
     neftune: float | None = None
     freeze: JsonObject = field(default_factory=dict)
     lr_scales: dict[str, float] = field(default_factory=dict)
@@ -251,6 +252,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "fused_gate": ("techniques.fused_operators.gate",),
     "adapter_kernels": ("techniques.fused_operators.adapters",),
     "label_smoothing": ("techniques.regularized_loss",),
+    "dft": ("techniques.dft",),
     "neftune": ("techniques.neftune",),
     "freeze": ("techniques.freeze",),
     "lr_scales": ("optimizer.groups",),
@@ -432,6 +434,8 @@ def _build_techniques(settings: Settings) -> JsonObject:
         techniques["fp8"] = {} if settings.fp8_recipe == "tensorwise" else {"recipe": settings.fp8_recipe}
     if settings.label_smoothing:
         techniques["regularized_loss"] = {"label_smoothing": settings.label_smoothing, "z": 0.0}
+    if settings.dft:
+        techniques["dft"] = {}
     if settings.chunked_loss:
         techniques["chunked_loss"] = {} if settings.loss_rows is None else {"rows": settings.loss_rows}
     switches = {

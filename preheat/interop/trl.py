@@ -130,7 +130,8 @@ def _read_strategy(settings: Settings, entry: Entry) -> Outcome:
 
 def _read_sft_loss(settings: Settings, entry: Entry) -> Outcome:
     if entry.choice("nll", "chunked_nll", "dft") == "dft":
-        return Assumed("plain cross entropy, which costs the same")
+        settings.dft, settings.chunked_loss = True, False
+        return Takes(("dft", "chunked_loss"), "TRL then needs all logits")
     return NoEffect("cross entropy, in chunks in any case")
 
 
@@ -351,8 +352,10 @@ def write_trl(recipe: Recipe, folder: Path = Path()) -> Written:
     draft.say("gradient_checkpointing", "checkpointing")
     if settings.activation_offload:
         draft.say("activation_offloading", "activation_offload")
-    if settings.label_smoothing:
+    if settings.label_smoothing or settings.dft:
         draft.agree("chunked_loss")  # TRL then needs all logits
+    if settings.dft:
+        draft.say("loss_type", "dft", value="dft")
     write_kernels(draft, "use_liger_kernel")
     write_fsdp(draft)
     write_saving(draft)

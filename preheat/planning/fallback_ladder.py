@@ -112,7 +112,7 @@ class _Planner:
             if isinstance(present, Searchable):
                 others = present.fallbacks(context)
             elif present is None and issubclass(kind, Searchable) and kind.memory_saving:
-                others = kind().options(context)
+                others = [t for t in kind().options(context) if isinstance(t, Searchable) and t.is_memory_saving()]
             if milder := [replace(recipe, techniques={**recipe.techniques, name: other}) for other in others]:
                 yield milder
 

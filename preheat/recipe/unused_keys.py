@@ -218,6 +218,12 @@ RULES: tuple[Rule, ...] = (
         for key in ("checkpoint.best", "stop.patience", "stop.min_delta", "stop.target_loss")
     ),
     Rule(
+        "checkpoint.rewinds",
+        lambda r: r.checkpoint.every,
+        "there is no checkpoint to go back to before the end; set checkpoint.every, or leave it out",
+        refuse=True,
+    ),
+    Rule(
         "stop.min_delta",
         lambda r: r.stop.patience or r.checkpoint.best,
         "it is for stop.patience and checkpoint.best; set one of them, or leave it out",
@@ -271,6 +277,14 @@ RULES: tuple[Rule, ...] = (
         "techniques.preference.gamma",
         _read_key("preference", lambda t: t.loss == "simpo"),
         "only loss: simpo has a margin; leave it out",
+    ),
+    *(
+        Rule(
+            f"techniques.preference.{key}",
+            _read_key("preference", lambda t: t.loss == "kto"),
+            "only loss: kto weighs the two kinds of answers; leave it out",
+        )
+        for key in ("desirable_weight", "undesirable_weight")
     ),
     Rule(
         "techniques.length_curriculum.root_degree",

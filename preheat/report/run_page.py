@@ -21,6 +21,7 @@ from preheat.core.run_records import (
     ResultDifferences,
     Results,
     SampleTexts,
+    Spike,
     Unsaved,
 )
 from preheat.core.slots import Change
@@ -430,7 +431,7 @@ def _render_timeline(events: Sequence[Event]) -> str:
         details = _render_event(last)
         if isinstance(first, Checkpoint | Overflow) and isinstance(last, Checkpoint | Overflow) and len(group) > 1:
             details = f"steps {format_value(first.step)} to {format_value(last.step)}"
-        bad = " bad" if isinstance(first, Failed | Damaged | OutOfMemory | Overflows | Unsaved) else ""
+        bad = " bad" if isinstance(first, Failed | Damaged | OutOfMemory | Overflows | Spike | Unsaved) else ""
         event = f'<span class="event{bad}">{escape(kind)}</span> {escape(details)}'
         rows.append(page.row(number_cell(after), cell(event, "free")))
     started = ""
@@ -461,6 +462,12 @@ _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
     ),
     "seconds_per_step": (
         "seconds a step",
+        lambda recorded: (
+            " to ".join(map(format_value, recorded)) if isinstance(recorded, list) else format_value(recorded)
+        ),
+    ),
+    "rows": (
+        "rows",
         lambda recorded: (
             " to ".join(map(format_value, recorded)) if isinstance(recorded, list) else format_value(recorded)
         ),

@@ -50,6 +50,7 @@ class OptimizerOffload(Searchable):
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
     training_only: ClassVar[bool] = True
+    memory_saving: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE, Tag.BF16_WEIGHTS})
 
@@ -64,6 +65,9 @@ class OptimizerOffload(Searchable):
 
     def search_numerics(self) -> Literal["rounding"]:
         return "rounding"
+
+    def is_memory_saving(self) -> bool:
+        return self.weights == "fp32"  # rounded weights give other losses
 
     def check(self, context: Context) -> list[str]:
         if context.device.kind == "cuda" and Tag.REDUCED_GRADIENTS in context.tags:

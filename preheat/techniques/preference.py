@@ -3,24 +3,26 @@
 What: compares the log-probabilities of the preferred and the other answer, each relative to a reference model: the
 model before training. With an adapter, the reference is the base without it, which costs no memory; otherwise a frozen
 copy. `dpo`; `ipo`; `hinge`; without a reference `simpo` (mean log-probability per token, and a margin), `cpo` and
-`orpo` (with the likelihood of the preferred answer); `apo_zero` for single answers that were liked or not (of KTO's
-family). A first pass computes the log-probabilities without gradients; they give the weight of each token's gradient in
-the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked, and the logits
-of two answers are never in memory.
+`orpo` (with the likelihood of the preferred answer); for single answers that were liked or not `kto`, which compares
+the reward with the divergence from the reference, and `apo_zero`, which compares it with 0. A first pass computes the
+log-probabilities without gradients; they give the weight of each token's gradient in the loss, and one weighted pass
+over the head computes exactly that gradient. So the head may be chunked, and the logits of two answers are never in
+memory.
 Helps: aligns a model's answers with preferences, from comparisons alone.
-Hurts: twice the sequences, and with a reference a third pass; too high a learning rate, or too many epochs, lowers the
-likelihood of preferred answers too (watch `chosen_logp`; `nll` counteracts it).
+Hurts: twice the sequences, and with a reference a third pass (with `kto` two more, for the divergence); too high a
+learning rate, or too many epochs, lowers the likelihood of preferred answers too (watch `chosen_logp`; `nll`
+counteracts it).
 Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al.
 2023 (arXiv:2305.10425); SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong
-et al. 2024 (arXiv:2403.07691); APO-zero, D'Oosterlinck et al. 2024 (arXiv:2408.06266), after KTO, Ethayarajh et al.
-2024 (arXiv:2402.01306); `nll`: Pang et al. 2024 (arXiv:2404.19733).
+et al. 2024 (arXiv:2403.07691); KTO, Ethayarajh et al. 2024 (arXiv:2402.01306); APO-zero, D'Oosterlinck et al. 2024
+(arXiv:2408.06266); `nll`: Pang et al. 2024 (arXiv:2404.19733).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import (
@@ -31,12 +33,14 @@ from preheat.core import (
     ExampleKind,
     LossSum,
     Numerics,
+    Order,
     Slot,
     Stage,
     Tag,
     Technique,
     Trials,
 )
+from preheat.core.run_records import Notice
 from preheat.errors import DataError
 from preheat.recipe import Bound, NonNegative, Positive
 
@@ -49,6 +53,8 @@ __all__ = ["Preference", "preference_loss"]
 
 # Losses that compare the two answers directly, without the model before training.
 _WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
+# Losses of single answers.
+_SINGLE = ("kto", "apo_zero")
 # Losses whose sigmoid has a variant with label smoothing (pair_losses).
 _SMOOTHED = ("dpo", "cpo", "simpo")
 
@@ -93,6 +99,7 @@ class Preference(Technique):
             {"loss": "orpo"},
             {"loss": "simpo", "label_smoothing": 0.1},
             {"loss": "apo_zero"},
+            {"loss": "kto"},
         ),
         # At the start, policy and reference agree: the difference is 0, and the loss -log sigmoid(0) = log 2.
         first_loss={
@@ -100,15 +107,17 @@ class Preference(Technique):
             "orpo": math.log(96) + 0.1 * math.log(2),
             "simpo": 0.9 * math.log(1 + math.exp(0.5)) + 0.1 * math.log(1 + math.exp(-0.5)),
             "apo_zero": 0.5,
+            "kto": 0.5,
         },
     )
     unsupported_for_images: ClassVar[str] = "supports only text so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 
-    loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "apo_zero"] = "dpo"
-    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; apo_zero: single answers,
-    liked or not."""
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto", "apo_zero"] = "dpo"
+    """dpo, ipo, hinge: pairs, against a reference; simpo, cpo, orpo: pairs, without one; kto, apo_zero: single answers,
+    liked or not, against a reference. kto estimates the divergence from it in each sequence, with the answers there
+    after each other's prompts; in one with a single answer it is 0, as with apo_zero."""
     beta: Literal["auto"] | Positive = "auto"
     """Strength of the pull towards the reference: smaller values allow larger changes. For orpo the weight of its odds
     ratio. auto: 2 for simpo, otherwise 0.1."""
@@ -116,6 +125,11 @@ class Preference(Technique):
     """With `simpo`: margin that beta times the difference should exceed."""
     label_smoothing: Annotated[float, Bound(0, 0.5)] = 0.0
     """With `dpo`, `cpo` and `simpo`: assumed fraction of pairs whose order is wrong."""
+    desirable_weight: Positive = 1.0
+    """With `kto`: weight of liked answers; this weight times their number should be 1 to 1.33 times that of the
+    others."""
+    undesirable_weight: Positive = 1.0
+    """With `kto`: weight of disliked answers."""
     length_normalized: bool = False
     """Use the mean log-probability per token instead of the sum, so that length itself is not learnt (simpo and orpo
     always do)."""
@@ -144,7 +158,7 @@ class Preference(Technique):
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
     def examples(self) -> ExampleKind:
-        return ExampleKind("desirable" if self.loss == "apo_zero" else "pairs")
+        return ExampleKind("desirable" if self.loss in _SINGLE else "pairs")
 
     def check(self, context: Context) -> list[str]:
         problems = []
@@ -152,11 +166,12 @@ class Preference(Technique):
             problems.append(f"label_smoothing: {self.loss} has no variant with it; use {', '.join(_SMOOTHED)}, or 0")
         if self.label_smoothing == 0.5:
             problems.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
-        if self.loss == "apo_zero" and self._nll:
-            problems.append("nll: is for the preferred answers of pairs; leave it out with loss: apo_zero")
-        if self.loss == "apo_zero" and self.reference == "none":
+        if self.loss in _SINGLE and self._nll:
+            problems.append(f"nll: is for the preferred answers of pairs; leave it out with loss: {self.loss}")
+        if self.loss in _SINGLE and self.reference == "none":
             problems.append(
-                "reference: without one no single answer is likely enough to be liked; leave it out with loss: apo_zero"
+                "reference: without one no single answer is likely enough to be liked; leave it out with loss: "
+                f"{self.loss}"
             )
         # Disabling a PiSSA adapter leaves the residual of its singular directions, not the model before training.
         if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
@@ -172,7 +187,7 @@ class Preference(Technique):
         return problems
 
     def evaluation_scores(self) -> Mapping[str, bool]:
-        if self.loss == "apo_zero":
+        if self.loss in _SINGLE:
             return {"reward_accuracy": True, "reward_desirable": True, "reward_undesirable": False}
         return {"reward_accuracy": True, "reward_margin": True, "chosen_logp": True, "rejected_logp": False}
 
@@ -181,7 +196,7 @@ class Preference(Technique):
 
         from preheat.ops.losses.cross_entropy import CrossEntropy
 
-        loss_name = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO"}.get(
+        loss_name = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO", "kto": "KTO"}.get(
             self.loss, self.loss
         )
         summary, count = f"{loss_name} loss, beta {self._beta:g}", 1
@@ -197,6 +212,9 @@ class Preference(Technique):
             summary += f"; the reference is a frozen copy of {count:,} parameters"
         build.claim(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
         build.claim(Slot.OBJECTIVE, self._build_objective(build, part), self.name())
+        if self.loss == "kto":
+            # On the host, which knows the lengths.
+            build.hooks.transforms.append((Order.PACK, _exchange_in(build)))
         build.loss.scores = _compute_scores
         return Change(summary, count)
 
@@ -205,7 +223,7 @@ class Preference(Technique):
 
         from preheat.ops.adapters.peft_layers import disable_adapters
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
-        from preheat.ops.losses.preference import AnswerIndex
+        from preheat.ops.losses.preference import AnswerIndex, mean_by_row
 
         # Log-probabilities of the answers, [answers].
         def logp(
@@ -230,20 +248,33 @@ class Preference(Technique):
                 logps: Tensor = build.slot(Slot.UNSHARD_SCOPE)(reference_model, run)
                 return logps
             # The reference is the model without its adapter, in the state that the copy would have.
+            with disable_adapters(part):
+                return measure(batch, answers, over_logits)
+
+        def measure(batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
+            """Returns the log-probabilities of the trained model without dropout."""
             training = part.training
-            part.eval()  # without dropout
+            part.eval()
             try:
-                with disable_adapters(part):
-                    return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
+                return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
             # Restored even after an error: recovery from one retries the step.
             finally:
                 part.train(training)
+
+        @torch.no_grad()
+        def divergence(batch: Batch, over_logits: Callable[..., Tensor]) -> Tensor:
+            """Returns for each answer the divergence from the reference, estimated with the exchanged answers."""
+            other = batch.exchanged
+            assert other is not None, "the transform exchanges the answers of each batch"
+            answers = AnswerIndex.of(other)
+            ratios = measure(other, answers, over_logits) - reference(other, answers, over_logits)
+            return mean_by_row(ratios, [len(row) for row in batch.desirable])
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
             # Evaluation runs this objective too, without gradients.
             training = torch.is_grad_enabled()
             # A stream cannot be checked before it is read.
-            if not (batch.desirable if self.loss == "apo_zero" else batch.group == 2):
+            if not (batch.desirable if self.loss in _SINGLE else batch.group == 2):
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no "
                     f"{self.examples().kind} in the sequences {batch.rows[:8]}"
@@ -256,6 +287,9 @@ class Preference(Technique):
                     if self._uses_reference
                     else torch.zeros_like(answers.lengths)
                 )
+            baseline = torch.zeros_like(answers.lengths)
+            if self.loss == "kto":
+                baseline = divergence(batch, over_logits)
             # The one pass with gradients: [rows, length, width].
             states = hidden(batch)
             # First pass over the head: log-probabilities alone, so the logits may be chunked and are not kept.
@@ -263,7 +297,9 @@ class Preference(Technique):
                 logps = logp(states.detach(), batch, answers, over_logits, part)
             # The losses are tiny functions of [answers] numbers: autograd differentiates them by the log-probabilities.
             with torch.set_grad_enabled(training):
-                losses, metrics = self._compute_losses(logps.requires_grad_(training), reference_logps, answers, batch)
+                losses, metrics = self._compute_losses(
+                    logps.requires_grad_(training), reference_logps, baseline, answers, batch
+                )
             total = losses.sum()
             if not training:
                 return LossSum(total, batch.weight, metrics)
@@ -280,15 +316,15 @@ class Preference(Technique):
         return objective
 
     def _compute_losses(
-        self, logps: Tensor, reference_logps: Tensor, answers: AnswerIndex, batch: Batch
+        self, logps: Tensor, reference_logps: Tensor, baseline: Tensor, answers: AnswerIndex, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
         from preheat.hardware.transfers import to_device
-        from preheat.ops.losses.preference import pair_losses, unpaired_losses
+        from preheat.ops.losses.preference import kto_losses, pair_losses, unpaired_losses
 
         # The implicit reward of DPO: beta times log(p / p of the reference).
         reward = self._beta * (logps - reference_logps).detach()
-        if self.loss == "apo_zero":
+        if self.loss in _SINGLE:
             desirable = to_device([n for row in batch.desirable for n in row], logps.device)
             # A liked answer should have a positive reward, a disliked one a negative one.
             correct = (reward > 0) == (desirable > 0)
@@ -298,7 +334,11 @@ class Preference(Technique):
                 "reward_desirable": (reward * desirable).sum(),
             }
             metrics["reward_undesirable"] = (reward * (1 - desirable)).sum()
-            return unpaired_losses(logps, reference_logps, desirable, beta=self._beta), metrics
+            if self.loss == "apo_zero":
+                return unpaired_losses(logps, reference_logps, desirable, beta=self._beta), metrics
+            weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+            losses = kto_losses(logps, reference_logps, desirable, baseline, beta=self._beta, **weights)
+            return losses, metrics | {"divergence": baseline.sum()}
         # Answers alternate: chosen, rejected, chosen, ...
         chosen, rejected = logps[0::2], logps[1::2]
         losses = pair_losses(
@@ -324,6 +364,29 @@ class Preference(Technique):
         return losses, metrics
 
 
+_ALONE = (
+    "techniques.preference: sequences of a single answer have no other for KTO's divergence, which is 0 there, as with "
+    "loss: apo_zero; raise batch.seq_len, so that several answers share a sequence"
+)
+
+
+def _exchange_in(build: Build) -> Callable[[Batch], Batch]:
+    """Returns the transform that adds the exchanged answers to a batch, and gives notice once if there are none."""
+    from preheat.hardware.transfers import is_dry_run
+    from preheat.ops.losses.preference import exchange_answers
+
+    noticed = False
+
+    def exchange(batch: Batch) -> Batch:
+        nonlocal noticed
+        if not noticed and all(len(row) < 2 for row in batch.desirable) and not is_dry_run():
+            noticed = True
+            build.state.events.append(Notice(message=_ALONE))
+        return replace(batch, exchanged=exchange_answers(batch))
+
+    return exchange
+
+
 def _compute_scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
     if "desirable" not in metrics:
@@ -335,4 +398,6 @@ def _compute_scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, f
         means["reward_desirable"] = float(metrics["reward_desirable"]) / desirable
     if weight > desirable:
         means["reward_undesirable"] = float(metrics["reward_undesirable"]) / (weight - desirable)
+    if "divergence" in metrics:
+        means["divergence"] = float(metrics["divergence"]) / weight
     return means

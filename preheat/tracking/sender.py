@@ -23,7 +23,10 @@ from preheat.core.run_records import (
     OutOfMemory,
     Overflows,
     Prompt,
+    RemovedRows,
     Resumed,
+    Rewound,
+    Spike,
     Started,
     StepMetrics,
     SystemMetrics,
@@ -45,9 +48,9 @@ __all__ = ["Sender", "finite_numbers", "flatten", "start_of"]
 _LINES = 2_000
 """Lines that are sent between two records of the progress: what a killed process sends twice."""
 _STATUS: Mapping[str, Status] = {"finished": "finished", "stopping": "interrupted", "failed": "failed"}
-_ALARMING = (Fallback, OutOfMemory, Damaged, Unsaved, Overflows)
+_ALARMING = (Fallback, OutOfMemory, Damaged, Unsaved, Overflows, Spike, Rewound)
 """Events that are sent when they happen."""
-_SHOWN = (*_ALARMING, Resumed, Unevaluated, Notice, Failed)
+_SHOWN = (*_ALARMING, RemovedRows, Resumed, Unevaluated, Notice, Failed)
 """Events in the table of events."""
 _Record = TypeVar("_Record")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.model_folder import count_embedding_rows
+from preheat.planning.fallback_ladder import describe_differences
 from preheat.recipe import Recipe
 from preheat.run.layout import MEMORY_KEYS
 from preheat.run.reader import Reader
@@ -43,9 +44,10 @@ from preheat.training.hang_watchdog import HangWatchdog
 from preheat.training.lr_schedule import compute_lr_factor
 from preheat.training.observer import Logged, Watch
 from preheat.training.recovery.oom import Recovery
-from preheat.training.resume import early_stopping
+from preheat.training.resume import Looked, early_stopping
 from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
+from preheat.training.spikes import HISTORY, Range, Spike, SpikeDetector, advance
 from preheat.training.system_monitor import SystemMonitor
 from preheat.training.throughput import ThroughputMeter
 from preheat.training.uploader import open_run_folder
@@ -72,6 +74,7 @@ def train(
     trust_remote_code: bool = False,
     profile: int | None = None,
     price: Price | None = None,
+    skip_rows: Sequence[Range] = (),
 ) -> JsonObject:
     """Trains a recipe into a run folder.
 
@@ -87,6 +90,8 @@ def train(
         trust_remote_code: run Python code from the model's folder; `model.trust_remote_code` alone never does.
         profile: number of steps to profile, after a few to warm up: where their time goes, beside the plan. The folder
             `profile` of the run gets a trace of torch's profiler and our figures.
+        skip_rows: rows to leave out, such as those of a spike: each range goes from a number in the order of training,
+            from 0, up to, and without, another. Later sessions of the run leave them out too.
         price: of a device-hour (`preheat.core.plan.Price`): adds the cost; by default that of the run's last session.
 
     Returns:
@@ -113,7 +118,15 @@ def train(
         seen_by = watch or (Logged() if progress else Watch())
         with open_run_folder(out or Path("runs") / recipe.name, resume=resume, watch=seen_by) as folder:
             return _train(
-                recipe, folder, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile, price=price
+                recipe,
+                folder,
+                resume=resume,
+                force=force,
+                watch=seen_by,
+                rates=rates,
+                profile=profile,
+                price=price,
+                skip_rows=skip_rows,
             )
 
 
@@ -127,11 +140,20 @@ def _train(
     rates: Rates | None,
     profile: int | None,
     price: Price | None,
+    skip_rows: Sequence[Range],
 ) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
     # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
     session = open_session(
-        recipe, folder, resume=resume, watch=watch, force=force, rates=rates, profile=profile, price=price
+        recipe,
+        folder,
+        resume=resume,
+        watch=watch,
+        force=force,
+        rates=rates,
+        profile=profile,
+        price=price,
+        remove=skip_rows,
     )
     if isinstance(session, Finished):
         return session.summary
@@ -239,6 +261,8 @@ class _Loop:
         self.complete: set[int] = set()  # steps of complete checkpoints
         self.recorded_best: run_records.BestScore | None = None
         self.last_eval_step = self._find_first_eval_step()  # the last step whose evaluation, if due, is done
+        self.spikes, self.rewinds = SpikeDetector(), 0
+        self.spike: tuple[int, int] | None = None  # step of a spike to go back from, and the position after its batch
 
     def _read_last_loss(self) -> float:
         """Returns the logged loss of the current step, for sessions that have no step left to train."""
@@ -259,6 +283,20 @@ class _Loop:
         else:
             values = [Evaluated(*value) for value in ranks.fetch("evaluations")]
         return {value.step: value for value in values}
+
+    def _read_spikes(self) -> tuple[SpikeDetector, int]:
+        """Returns a detector that remembers the steps up to the current one, and the number of rewinds so far."""
+        history: list[tuple[float, float]] = []
+        rewinds = 0
+        # From the run's files, which only rank 0 reads.
+        if self.session.ranks.lead:
+            run, step = Reader(self.writer.path), self.progress.step
+            figures = [(line.loss, line.gradient_norm) for line in run.metrics() if line.step <= step] if step else []
+            # Without the steps that fp16 skipped.
+            history = [(x, y) for x, y in figures if x is not None and y is not None and math.isfinite(x + y)]
+            rewinds = len(run.events(run_records.Rewound))
+        history, rewinds = checkpoint.all_gather_object(self.build, (history[-HISTORY:], rewinds))[0]
+        return SpikeDetector(history), rewinds
 
     def _judged(self) -> Verdict:
         """Judges the evaluations up to the current step."""
@@ -313,7 +351,28 @@ class _Loop:
 
     def _train(self) -> JsonObject:
         """Trains from the session's progress to the end of the run."""
+        while not self._take_steps():
+            self._rewind()
+        if self.stopped is not None:
+            self._check_stop()
+        elif self._ends_early():
+            self._say_early_end()
+        self.watchdog.set_phase(self.progress.step, Phase.SAVING)
+        # Before the last evaluation, so that an evaluation that fails loses no step.
+        if self.progress.step > max(self.session.saving.last_step, 0):
+            self._save(last=True)
+        # An asynchronous checkpoint must be complete before the run may claim to have finished.
+        self._log_checkpoints(self.session.saving.wait())
+        # After saving: with a later end the run can be resumed, and begins with the scale that it has come down to.
+        if self.stopped is None:
+            self._require_updates()
+        # Evaluation, samples and summary; every step is saved by here.
+        return self._finish()
+
+    def _take_steps(self) -> bool:
+        """Takes steps from the session's progress on; returns False if a spike sends the run back to a checkpoint."""
         # This method starts again after each fallback, so everything below follows from the session's progress.
+        self.spikes, self.rewinds = self._read_spikes()
         self.meter = ThroughputMeter(self.session)
         # After recovery the loader begins at the committed samples again, so a batch read before is dropped.
         self.ahead = None
@@ -330,27 +389,15 @@ class _Loop:
                 # First, so that a session resumed at step n makes up for an evaluation of step n that is missing.
                 self._run_due_hooks()
                 if self._is_finished() or self.stopped is not None:
-                    break
+                    return True
                 # An asynchronous checkpoint is logged once it is complete; an error of its write is raised here.
                 self.watchdog.set_phase(self.progress.step, Phase.SAVING)
                 self._log_checkpoints(self.session.saving.poll())
                 with self._profiled():
                     self._run_step(stream)
-        if self.stopped is not None:
-            self._check_stop()
-        elif self._ends_early():
-            self._say_early_end()
-        self.watchdog.set_phase(self.progress.step, Phase.SAVING)
-        # Before the last evaluation, so that an evaluation that fails loses no step.
-        if self.progress.step > max(self.session.saving.last_step, 0):
-            self._save(last=True)
-        # An asynchronous checkpoint must be complete before the run may claim to have finished.
-        self._log_checkpoints(self.session.saving.wait())
-        # After saving: with a later end the run can be resumed, and begins with the scale that it has come down to.
-        if self.stopped is None:
-            self._require_updates()
-        # Evaluation, samples and summary; every step is saved by here.
-        return self._finish()
+                # Before anything of the spike's step is saved or evaluated, and before a signal ends the run.
+                if self.spike is not None:
+                    return False
 
     def _run_unless_stopped(self, work: Callable[[], object]) -> bool:
         """Runs long work that does not change the weights; returns False if a signal aborted it.
@@ -483,13 +530,20 @@ class _Loop:
         mean = total / max(weight, 1)
         # fp16 loss scaling: an overflow of scaled gradients is expected at times, and the update changed no weights.
         skipped = not finite and scale >= _LEAST_LOSS_SCALE and math.isfinite(mean)
+        after = advance(
+            self.progress.samples, count_consumed_rows(shape, self.recipe.batch.seq_len), self.session.left_out
+        )
         if not skipped and not (finite and math.isfinite(mean)):
-            self._refuse(mean, norm, batch, lr)
+            spike = self.spikes.compare("gradient_norm" if math.isfinite(mean) else "loss", math.nan)
+            assert spike is not None, "a value that is not finite is a spike"
+            if not self._report_spike(spike, step, after):
+                self._refuse(mean, norm, batch, lr)
+            return
         seconds = time.perf_counter() - start
         # 4. Commit. An error before this line repeats the step on the same rows, because `samples` decides which rows
         # come next.
         p = self.progress
-        p.samples += count_consumed_rows(shape, self.recipe.batch.seq_len)
+        p.samples = after
         p.step += 1
         tokens = shape.rows * shape.length  # on all devices
         p.tokens += tokens
@@ -518,6 +572,70 @@ class _Loop:
         self.writer.write_metric(line)
         figures = {**to_plain_data(line), "gradient_norm": norm, "mfu": self.meter.mfu(tokens / seconds)}
         self.watch.step(figures, self.session.total)
+        if not skipped and (spike := self.spikes.observe(mean, norm)) is not None:
+            self._report_spike(spike, p.step, after)
+
+    def _report_spike(self, spike: Spike, step: int, after: int) -> bool:
+        """Logs the spike of a step; returns True if the run goes back to the checkpoint before it.
+
+        Args:
+            after: position in the data after the step's batch.
+        """
+        # A batch lies before `after` in one piece, unless rows in its middle are left out.
+        consumed = count_consumed_rows(self.session.shape(step - 1), self.recipe.batch.seq_len)
+        rows = (after - consumed, after)
+        event = run_records.Spike(
+            step=step, score=spike.score, value=spike.value, median=spike.median, threshold=spike.threshold, rows=rows
+        )
+        self.writer.write_event(event)
+        limit = self.recipe.checkpoint.rewinds
+        goes_back = self.rewinds < limit
+        # Every rank sees the same, so one says it.
+        if self.session.ranks.lead:
+            if goes_back:
+                reaction = f"going back to the last checkpoint (rewind {self.rewinds + 1} of {limit})"
+            elif limit:
+                reaction = f"no rewind is left of checkpoint.rewinds {limit}"
+            else:
+                reaction = f"its batch has the rows {rows[0]}..{rows[1]} (for --skip-rows)"
+            self.watch.alarm(
+                f"step {step}: spike of the {spike.score.replace('_', ' ')}, {spike.value:.4g} after a median of "
+                f"{spike.median:.4g}; {reaction}"
+            )
+        if goes_back:
+            self.spike = step, after
+        return goes_back
+
+    def _rewind(self) -> None:
+        """Goes back to the last checkpoint, and leaves out the batches from there to the spike."""
+        assert self.spike is not None, "a spike sends the run back"
+        session, (spike, end) = self.session, self.spike
+        self.spike = None
+        self.watchdog.set_phase(spike, Phase.SAVING)
+        self._log_checkpoints(session.saving.wait())
+        scan: Looked = (None, [])
+        if session.ranks.lead:
+            scan = checkpoint.find(session.saving.folder, run=self.writer.id)
+        newest = checkpoint.read_progress(scan[0]) if scan[0] is not None else Progress()
+        step, begin = checkpoint.all_gather_object(self.build, (newest.step, newest.samples))[0]
+        # First on record: a process that ends from here on resumes at the checkpoint, and leaves the rows out too.
+        self.writer.write_event(run_records.Rewound(step=step, spike=spike, rows=(begin, end)))
+        session.scan, session.left_out = scan, (*session.left_out, (begin, end))
+        elapsed = self.progress.elapsed
+        # It holds copies of the build's buffers, which would stay in memory with it.
+        self.recovery.guard = None
+        self.watchdog.set_phase(step, Phase.BUILDING)
+        session.free_build()
+        # Built anew, as in a resumed run: whatever a checkpoint does not hold is as at the beginning.
+        session.assemble(resume=True)
+        self.progress.elapsed = elapsed  # the time of the discarded steps counts for stop.hours
+        # Fallbacks of the discarded steps stay, since there is no more memory; resuming reads them from the log.
+        if changes := describe_differences(session.resolved, session.effective):
+            self.writer.write_event(run_records.Fallback(step=step, cause="rewound", changed=(), set=changes))
+        # Evaluations after this step were of weights that are gone.
+        self.evaluated, self.last_eval_step = None, step
+        self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
+        self.watch.notice(f"continuing from step {step:,} without the rows {begin}..{end}")
 
     def _count_skipped(self, skipped: bool, scale: float) -> None:
         """Counts the committed step if it was skipped, and reports it; `scale` is the loss scale after it."""

@@ -96,7 +96,7 @@ def _select_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
     chosen = {
         name: t
         for name, t in recipe.techniques.items()
-        if (isinstance(t, Searchable) and t.memory_saving) == memory_saving
+        if (isinstance(t, Searchable) and t.is_memory_saving()) == memory_saving
     }
     return replace(recipe, techniques=chosen)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
 from preheat.core.plan import Plan, Price
-from preheat.core.run_records import Event, Resumed, Started
+from preheat.core.run_records import Event, RemovedRows, Resumed, Rewound, Started
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build, find_peak_learning_rate, require_model
 from preheat.engine.device import resolve_device
 from preheat.engine.step import record_sources
-from preheat.errors import DoesNotFit, RecipeError
+from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.evaluation.best import criterion_of
 from preheat.evaluation.run_evaluator import RunEvaluator
 from preheat.files import read_record, to_plain_data
@@ -49,6 +49,7 @@ from preheat.training.provenance import compute_digest, list_versions, record_en
 from preheat.training.recovery.fallback_log import apply_fallbacks
 from preheat.training.resume import Looked, compare, compute_fingerprints, read_finished_summary, resume_build
 from preheat.training.sample_generation import Samples
+from preheat.training.spikes import Range, iterate_around
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -111,6 +112,8 @@ class Session:
     """Bytes allocated by the process before the build, touched or not."""
     price: Price | None = None
     """Of a device-hour; on rank 0 only."""
+    left_out: tuple[Range, ...] = ()
+    """Samples that the run does not train on: around spikes, and those that the user removed."""
     build: Build = field(init=False)
     saving: Saving = field(init=False)
     progress: checkpoint.Progress = field(init=False)
@@ -185,17 +188,26 @@ class Session:
         current, total = self.build, self.total
         # The slot takes the fraction of the run that is done, from 0 to 1; without a known end it is always 0.
         self.shape = lambda step: current.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
-        self.order = _choose_order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+        self.order = self._choose_order()
         if self.build.hooks.dataset_passes:
             from preheat.data.loader import count_consumed_rows
 
             steps = range(self.progress.step, self.total or 0)
             left = sum(count_consumed_rows(self.shape(step), self.recipe.batch.seq_len) for step in steps)
             # A second iterator of the same order: the passes must not consume the one that training reads.
-            order = _choose_order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
+            order = self._choose_order()
             # A run that only time limits may read every row.
             remaining = itertools.islice(order, left) if self.total else range(count_rows(self.data) or 0)
             self.build.run_dataset_passes(self.data.train, remaining, self.watch.progress)
+
+    def _choose_order(self) -> Iterator[int]:
+        """Returns the row numbers from the current progress on, without those that are left out."""
+        current, rows, shape, total = self.build, self.data.train, self.shape, self.total
+        return iterate_around(
+            lambda position: _choose_order(current, rows, position, shape, total),
+            self.progress.samples,
+            self.left_out,
+        )
 
     def rows(self) -> Generator[list[Batch], None, None]:
         """Yields global batches from the current progress on, without end; close the generator after use."""
@@ -215,6 +227,7 @@ class Session:
             # Each data-parallel rank reads its own rows of every global batch; tensor-parallel ranks read the same
             # ones.
             share=(mesh.index(*DATA), mesh.size(*DATA)),
+            left_out=self.left_out,
         )
 
     def free_build(self) -> None:
@@ -237,6 +250,8 @@ def open_session(
     rates: Rates | None = None,
     profile: int | None = None,
     price: Price | None = None,
+    record: bool = True,
+    remove: Sequence[Range] = (),
 ) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
@@ -245,6 +260,8 @@ def open_session(
         rates: measured rates to plan with; by default those of this machine, measured if there are none.
         profile: number of steps to profile, for which the run must be long enough.
         price: of a device-hour; by default that of the run's last session.
+        remove: samples to leave out, as in `Session.left_out`, in addition to those of earlier sessions.
+        record: write the run into its folder; False for work that only needs a build and its data.
 
     Returns:
         `Finished` if the run to resume has ended already.
@@ -271,6 +288,8 @@ def open_session(
             force=force,
             profile=profile,
             price=price,
+            record=record,
+            remove=remove,
         )
         if isinstance(prepared, Finished):
             ranks.publish("prepared", {"finished": prepared.summary})
@@ -279,7 +298,11 @@ def open_session(
         ready = prepared
         # The others build the recipe that rank 0 chose: a dry run on their side might resolve other settings.
         request, expected = ready.request, ready.expected
-        ranks.publish("prepared", {"recipe": recipes.dump(request.recipe), "plan": to_plain_data(expected)})
+        left_out = ready.left_out
+        ranks.publish(
+            "prepared",
+            {"recipe": recipes.dump(request.recipe), "plan": to_plain_data(expected), "left_out": left_out},
+        )
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
         message = ranks.fetch("prepared")
@@ -288,6 +311,7 @@ def open_session(
             return Finished(message["finished"])
         built = recipes.parse(message["recipe"], where="the recipe of rank 0")
         expected = read_record(Plan, message["plan"])
+        left_out = tuple((first, end) for first, end in message["left_out"])
         source_config = configs.source_config(recipe)
         data, probes, samples = read_data(recipe, source_config, watch)  # rank 0 has checked the recipe
         vocabulary = count_embedding_rows(data.tokenizer)
@@ -300,7 +324,7 @@ def open_session(
 
     ranks.join(recipe, device.kind)
     # 4. Open the folder. Only rank 0 writes; the others have a writer that discards everything.
-    writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
+    writer = Writer(out, resume=resume) if ranks.lead and record else Silent(out)
     try:
         # Taken just before the build, so that the run's memory is counted without that of imports, data and plan.
         imports, claimed = reset_memory_baseline(device), read_reserved_bytes(device.kind)
@@ -320,6 +344,7 @@ def open_session(
             imports=imports,
             claimed=claimed,
             price=ready.price if ready else None,
+            left_out=left_out,
         )
         if device.kind == "cpu" and (why := install_heap()):
             watch.notice(
@@ -376,6 +401,7 @@ class _Ready:
     scan: Looked | None
     events: list[Event]
     price: Price | None
+    left_out: tuple[Range, ...]
 
 
 def read_data(
@@ -436,9 +462,12 @@ def _prepare(
     force: bool,
     profile: int | None,
     price: Price | None,
+    record: bool,
+    remove: Sequence[Range],
 ) -> _Ready | Finished:
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
-    check_folder(out, resume=resume)
+    if record:
+        check_folder(out, resume=resume)
     tracking.check(recipe, out)
     criterion_of(recipe)  # raises if no evaluation gives the score
     looked: Looked | None = None
@@ -453,6 +482,11 @@ def _prepare(
             summary := read_finished_summary(run, looked, recipe, count_steps(recipe, None))
         ):
             return Finished(summary)
+    left_out = tuple(event.rows for event in run.events() if isinstance(event, Rewound | RemovedRows)) if run else ()
+    # A restarted process has its command's ranges on record already.
+    remove = [part for part in dict.fromkeys(remove) if part not in left_out]
+    if remove:
+        _require_untrained(remove, None if looked is None else looked[0])
     if changed:
         watch.notice(
             "other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit"
@@ -496,6 +530,8 @@ def _prepare(
         request = replace(request, recipe=built)
         for line in run.find_damage():
             watch.notice(line)
+    step = 0 if looked is None or looked[0] is None else checkpoint.parse_step(looked[0].name) or 0
+    events = [*events, *(RemovedRows(step=step, rows=part) for part in remove)]
     expected = add_cost(plan(request), ranks.world, price)
     watch.planned(expected)
     if not expected.fits and not force:
@@ -504,7 +540,20 @@ def _prepare(
             or "use smaller micro-batches or techniques that save memory (preheat techniques lists them)"
         )
         raise DoesNotFit(f"{describe_shortfall(expected)}; {hint}, or train all the same with --force")
-    return _Ready(data, probes, samples, resolved, request, expected, looked, events, price)
+    return _Ready(data, probes, samples, resolved, request, expected, looked, events, price, (*left_out, *remove))
+
+
+def _require_untrained(remove: Sequence[Range], newest: Path | None) -> None:
+    """Refuses to leave out samples that the run has trained on at the checkpoint that it resumes from."""
+    if newest is None:
+        return
+    progress = checkpoint.read_progress(newest)
+    for first, end in remove:
+        if first < progress.samples:
+            raise RunError(
+                f"--skip-rows {first}..{end}: the run has read the rows up to {progress.samples} by step "
+                f"{progress.step:,}, from which it resumes; begin at {progress.samples}, or go back with --checkpoint"
+            )
 
 
 def _choose_price(price: Price | None, run: Reader | None) -> Price | None:

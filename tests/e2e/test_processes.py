@@ -38,6 +38,22 @@ def cut(run: Path, to: Path) -> Path:
     return to
 
 
+def test_two_processes_test_learning_rates_as_one_does(preheat: Command) -> None:
+    settings = ("--find-lr", "--lr-range", "1e-4..3", "--lr-steps", "40")
+    one = preheat.here.json("train", "r.yaml", *settings, "--out", "test-one")
+    two = preheat.json("train", "r.yaml", *settings, "--set", FSDP, "--nproc", "2", "--out", "test-two")
+    # Before the rates at which rounding grows.
+    first = [[point["loss"] for point in result["points"][:20]] for result in (one, two)]
+    assert first[0] == pytest.approx(first[1], rel=1e-2)
+    assert first[0][0] == pytest.approx(first[1][0], rel=1e-5)
+    assert "Learning-rate range test" in (preheat.folder / "test-two" / "lr-range.html").read_text()
+    assert not (preheat.folder / "runs").exists()
+    error = preheat.here("train", "r.yaml", *settings, "--resume", code=2)[1]
+    assert "--resume: --find-lr tests learning rates and trains no run" in error
+    error = preheat.here("train", "r.yaml", "--lr-steps", "40", code=2)[1]
+    assert "--lr-steps 40: is of the learning-rate range test; add --find-lr" in error
+
+
 def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Command) -> None:
     folder = preheat.folder
     settings = ("--set", "evaluate={every: 5, rows: 9}", "--set", "sample={prompts: [the], max_new_tokens: 4}")

@@ -26,7 +26,7 @@ _HOLDS = {
 _FIX = {
     "text": "leave {technique} out, or state data.layout and data.columns",
     "pairs": "add techniques.preference (loss: dpo, say)",
-    "desirable": "set techniques.preference.loss: apo_zero",
+    "desirable": "set techniques.preference.loss: kto",
     "classes": "add techniques.classification",
 }
 

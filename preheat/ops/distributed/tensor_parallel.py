@@ -30,6 +30,7 @@ from preheat.ops.distributed.dtensor_utils import local
 from preheat.ops.losses.cross_entropy import (
     IGNORED,
     CrossEntropy,
+    DynamicCrossEntropy,
     Recorded,
     RegularizedCrossEntropy,
     Softcapped,
@@ -533,6 +534,11 @@ def _(loss: RegularizedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
 @_shard_loss.register
 def _(loss: WeightedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return WeightedCrossEntropy(SharedCrossEntropy(group))
+
+
+@_shard_loss.register
+def _(loss: DynamicCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
+    return DynamicCrossEntropy(SharedCrossEntropy(group))
 
 
 @_shard_loss.register

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORED",
     "CrossEntropy",
+    "DynamicCrossEntropy",
     "Recorded",
     "RegularizedCrossEntropy",
     "Softcapped",
@@ -240,6 +241,37 @@ class WeightedCrossEntropy:
         losses, factor = self.loss.value_and_grad_(logits, labels)
         # A row's weight scales its gradient as it scales its loss, so the factor carries it.
         return losses * weights, factor * weights
+
+
+class DynamicCrossEntropy:
+    """Cross entropy weighted by the label's probability p, as a constant: -p log p, of gradient p (softmax - onehot).
+
+    Wu et al. 2025, dynamic fine-tuning (arXiv:2508.05629).
+
+    Args:
+        loss: another implementation of the cross entropy.
+
+    Example:
+        >>> DynamicCrossEntropy()(torch.zeros(2, 4), torch.tensor([1, -100]))
+        tensor([0.3466, 0.0000])
+    """
+
+    def __init__(self, loss: Any = None):
+        self.loss = loss or CrossEntropy()
+
+    @property
+    def measured(self) -> RowLoss:
+        return CrossEntropy()
+
+    def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        losses: Tensor = self.loss(logits, *aligned)
+        return losses * torch.exp(-losses.detach())
+
+    def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        losses, factor = self.loss.value_and_grad_(logits, labels)
+        # The loss is -log p: no further pass over the logits.
+        probability = torch.exp(-losses)
+        return losses * probability, factor * probability
 
 
 def sum_full_loss(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,7 +15,7 @@ from preheat.core import Batch
 from preheat.hardware.transfers import to_device
 from preheat.ops.losses.cross_entropy import IGNORED
 
-__all__ = ["AnswerIndex", "unpaired_losses", "pair_losses"]
+__all__ = ["AnswerIndex", "exchange_answers", "kto_losses", "mean_by_row", "pair_losses", "unpaired_losses"]
 
 
 @dataclass
@@ -146,3 +148,92 @@ def unpaired_losses(answer: Tensor, reference: Tensor, desirable: Tensor, *, bet
     # 1 - sigmoid(r) = sigmoid(-r), so one sigmoid serves both kinds.
     sign = 1 - 2 * desirable.float()
     return torch.sigmoid(sign * beta * (answer - reference))
+
+
+def kto_losses(
+    answer: Tensor,
+    reference: Tensor,
+    desirable: Tensor,
+    baseline: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Computes KTO's loss of answers that are judged individually (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8).
+
+    With d = answer - reference and z the baseline: w (1 - sigmoid(beta (d - z))) for liked answers and
+    w (1 - sigmoid(beta (z - d))) for the others, w being the weight of their kind.
+
+    Args:
+        answer, reference: [n] log-probabilities; desirable: [n], 1 or 0.
+        baseline: [n], the estimated divergence of the model from the reference, at least 0.
+
+    Example:
+        >>> zero = torch.zeros(2)
+        >>> kto_losses(zero, zero, torch.tensor([1, 0]), torch.ones(2), beta=1.0)
+        tensor([0.7311, 0.2689])
+    """
+    liked = desirable > 0
+    weight = torch.where(liked, desirable_weight, undesirable_weight)
+    return weight * unpaired_losses(answer - baseline, reference, desirable, beta=beta)
+
+
+def mean_by_row(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Returns for each answer the mean over all answers of its row, clamped to at least 0; 0 for an answer alone.
+
+    Args:
+        values: [answers], in the order of rows.
+        counts: answers of each row.
+
+    Example:
+        >>> mean_by_row(torch.tensor([1.0, 2.0, 5.0, -4.0, 2.0]), [2, 1, 2])
+        tensor([1.5000, 1.5000, 0.0000, 0.0000, 0.0000])
+    """
+    # [answers, answers], made on the host: a sum by index would not be deterministic on a GPU.
+    means: numpy.ndarray = numpy.zeros((sum(counts), sum(counts)), numpy.float32)
+    start = 0
+    for count in counts:
+        if count > 1:
+            means[start : start + count, start : start + count] = 1 / count
+        start += count
+    return (to_device(means, values.device) @ values.float()).clamp(min=0)
+
+
+def exchange_answers(batch: Batch) -> Batch:
+    """Returns the prompts of a batch on the host, each with the answer of the one before it in its row.
+
+    The answers of a row change places, so that the row stays as long. KTO estimates the divergence of the model from
+    the reference with such unrelated answers. A row with a single answer stays as it is.
+    """
+    assert batch.mask.documents is not None, "answers have their lengths beside them"
+    if all(len(row) < 2 for row in batch.desirable):
+        return replace(batch)
+    tokens, labels = batch.tokens.clone(), batch.labels.clone()
+    positions, documents = batch.positions.clone(), []
+    for row, (sizes, liked) in enumerate(zip(batch.mask.documents, batch.desirable, strict=True)):
+        ends = list(itertools.accumulate(sizes[: len(liked)]))
+        spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=False)]
+        prompts = [_count_prompt(batch.labels[row, span]) for span in spans]
+        at, exchanged = 0, []
+        for n, (span, prompt) in enumerate(zip(spans, prompts, strict=True)):
+            # The answer of the document before; for the first one, that of the last.
+            answer = slice(spans[n - 1].start + prompts[n - 1], spans[n - 1].stop)
+            begin, size = at + prompt, prompt + answer.stop - answer.start
+            tokens[row, at:begin] = batch.tokens[row, span.start : span.start + prompt]
+            tokens[row, begin : at + size] = batch.tokens[row, answer]
+            # The last position of the prompt has the first token of the answer as its label.
+            labels[row, at : begin - 1] = IGNORED
+            labels[row, begin - 1 : at + size] = batch.labels[row, answer.start - 1 : answer.stop]
+            positions[row, at : at + size] = torch.arange(size)
+            exchanged.append(size)
+            at += size
+        documents.append((*exchanged, *sizes[len(liked) :]))
+    mask = replace(batch.mask, documents=tuple(documents))
+    return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask)
+
+
+def _count_prompt(labels: Tensor) -> int:
+    """Returns the number of tokens of a document before its answer, whose first token is the first label."""
+    trained = (labels != IGNORED).numpy()
+    return int(trained.argmax()) + 1 if trained.any() else len(trained)

@@ -29,6 +29,8 @@ class HostAdamW(Guarded):
         link: makes the copies; chosen by the parameters' device if None.
     """
 
+    masters = "master"
+
     def __init__(
         self,
         groups: ParamsT,

@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +157,9 @@ class Guarded(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None
+    masters: ClassVar[str] = ""
+    """Name of a state that holds the fp32 values of each parameter, if there is one that a checkpoint of another
+    optimizer may lack: it then has the values of an fp32 parameter."""
 
     def __init__(self, groups: ParamsT, **defaults: Any):
         super().__init__(groups, defaults)

@@ -110,7 +110,7 @@ def test_a_key_leads_to_the_recipes(lines: str, key: str, value: object) -> None
 
 
 @pytest.mark.parametrize(
-    ("rl", "loss", "size"), [("dpo", "dpo", 4), ("ipo", "ipo", 4), ("orpo", "orpo", 4), ("kto", "apo_zero", 2)]
+    ("rl", "loss", "size"), [("dpo", "dpo", 4), ("ipo", "ipo", 4), ("orpo", "orpo", 4), ("kto", "kto", 2)]
 )
 def test_preferences_are_two_answers_a_row_but_for_kto(rl: str, loss: str, size: int) -> None:
     config = read(f"{PAIRS}rl: {rl}\nrl_beta: 0.2\nmicro_batch_size: 2\n")

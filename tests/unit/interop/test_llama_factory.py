@@ -65,13 +65,19 @@ def test_a_key_leads_to_the_recipes(lines: str, key: str, value: object) -> None
     assert look_up(read(SMALL + lines + "\n"), key) == value
 
 
+def test_dynamic_fine_tuning() -> None:
+    assert "dft" in read(SMALL + "use_dft_loss: true\n").recipe.techniques
+    assert "dft" not in read(SMALL).recipe.techniques
+
+
 @pytest.mark.parametrize(
     ("lines", "loss", "size"),
     [
         ("stage: dpo\npref_loss: sigmoid", "dpo", 16),
         ("stage: dpo\npref_loss: orpo", "orpo", 16),
         ("pref_loss: simpo\nstage: dpo", "simpo", 16),
-        ("stage: kto", "apo_zero", 8),
+        ("stage: kto", "kto", 8),
+        ("kto_chosen_weight: 1.2\nstage: kto", "kto", 8),
         ("stage: sft\npref_loss: sigmoid", None, 8),
     ],
 )

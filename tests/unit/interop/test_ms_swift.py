@@ -79,6 +79,11 @@ def test_a_key_leads_to_the_recipes(lines: str, key: str, value: object) -> None
     assert look_up(read("\n".join([*kept, lines])), key) == value
 
 
+def test_dynamic_fine_tuning() -> None:
+    assert "dft" in read(SMALL + "enable_dft_loss: true\n").recipe.techniques
+    assert "dft" not in read(SMALL).recipe.techniques
+
+
 def test_deepspeed_keeps_masters_of_weights_in_half_precision() -> None:
     full = SMALL + "tuner_type: full\nENV: {NPROC_PER_NODE: 4}\n"
     mode = "techniques.mixed_precision.mode"
@@ -103,7 +108,8 @@ def test_several_datasets() -> None:
         ("rlhf_type: simpo\ncpo_alpha: 0\nbeta: 10", {"loss": "simpo", "beta": 10.0, "nll": 0.0}, 32),
         ("cpo_alpha: 0\nbeta: 10\nrlhf_type: simpo", {"loss": "simpo", "beta": 10.0, "nll": 0.0}, 32),
         ("rlhf_type: cpo", {"loss": "cpo", "beta": 0.1, "nll": 1.0}, 32),
-        ("rlhf_type: kto", {"loss": "apo_zero", "beta": 0.1}, 16),
+        ("rlhf_type: kto", {"loss": "kto", "beta": 0.1}, 16),
+        ("rlhf_type: kto\ndesirable_weight: 1.2", {"loss": "kto", "desirable_weight": 1.2}, 16),
     ],
 )
 def test_preferences(lines: str, preference: dict[str, object], size: int) -> None:

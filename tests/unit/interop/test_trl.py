@@ -72,6 +72,11 @@ def test_a_key_leads_to_the_recipes(lines: str, key: str, value: object) -> None
     assert look_up(read(SMALL + lines + "\n", devices=4 if "fsdp" in lines else None), key) == value
 
 
+def test_dynamic_fine_tuning() -> None:
+    assert "dft" in read(SMALL + "loss_type: dft\n").recipe.techniques
+    assert "dft" not in read(SMALL).recipe.techniques
+
+
 @pytest.mark.parametrize(
     ("dataset", "values"),
     [

@@ -17,7 +17,7 @@ from preheat.interop.reading import ForeignConfig, read_config
 from preheat.interop.recipe_settings import resolve_recipe
 from preheat.interop.targets import TARGETS, render
 from preheat.interop.writing import Written, compare
-from preheat.recipe import Recipe, parse, to_values
+from preheat.recipe import Recipe, override, parse, to_values
 
 from .reads import read
 
@@ -413,6 +413,17 @@ def test_recipes_that_are_no_such_run(to: str, old: str, new: str, message: str)
     with pytest.raises(RecipeError) as error:
         write(parse(LORA.replace(old, new)), to)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("to", "line"),
+    [("llamafactory", "use_dft_loss: true"), ("trl", "loss_type: dft"), ("ms-swift", "enable_dft_loss: true")],
+)
+def test_dynamic_fine_tuning_is_written(to: str, line: str) -> None:
+    plain = parse(LORA)
+    _, written = write(override(plain, "techniques.dft={}"), to)
+    assert line in written
+    assert line not in write(plain, to)[1]
 
 
 @pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl", "ms-swift"])

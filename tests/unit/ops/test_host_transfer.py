@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from preheat.core import Build, Phase, Slot, registry
+from preheat.engine import checkpoint
 from preheat.engine.builder import build
 from preheat.engine.step import accumulate_gradients, update
+from preheat.errors import RunError
 from preheat.ops.memory.activation_offload import ActivationOffload
 from preheat.ops.memory.host_transfer import AsyncHostCopy, Copy, HostCopy
 from preheat.ops.optim.cpu_adamw import HostAdamW
@@ -283,12 +286,47 @@ def test_applied_to_a_build_activations_wait_on_the_host() -> None:
     assert difference(grads, plain_grads) == 0
 
 
+def _offload_optimizer(b: Build, weights: str = "fp32") -> None:
+    registry()["optimizer_offload"](weights=weights).apply(b, b.trained[0])  # type: ignore[call-arg]
+    b.optimizer = b.slot(Slot.OPTIMIZER)(group_by_decay(b.parameters(), 0.1), lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+
+
+def test_the_optimizer_moves_to_the_host_and_back_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    """A fallback on a GPU: every state is moved exactly, and three steps there and three back are six without it."""
+    plain, offloaded, back = (build(tiny(), vocabulary=96, device=DEVICE) for _ in range(3))
+    _offload_optimizer(offloaded)
+
+    def train(b: Build) -> None:
+        for _ in range(3):
+            _step(b)
+            update(b, 0.01)
+
+    train(plain)
+    checkpoint.save(plain, checkpoint.Progress(step=3), tmp_path, keep=9)
+    checkpoint.load(offloaded, tmp_path / "step-3")
+    for (_, p), (_, moved) in zip(plain.parameters(), offloaded.parameters(), strict=True):
+        states = offloaded.optimizer.state[moved]
+        assert torch.equal(states["master"], p)
+        assert all(torch.equal(states[key], value) for key, value in plain.optimizer.state[p].items())
+    train(plain)
+    train(offloaded)
+    checkpoint.save(offloaded, checkpoint.Progress(step=6), tmp_path, keep=9)
+    checkpoint.load(back, tmp_path / "step-6")
+    for b in (plain, back):
+        train(b)
+    ours, wanted = ({n: p.detach() for n, p in b.parameters()} for b in (back, plain))
+    assert difference(ours, wanted) == 0
+    # Weights that were rounded are no masters.
+    rounded = build(tiny(), vocabulary=96, device=DEVICE)
+    _offload_optimizer(rounded, "bf16")
+    with pytest.raises(RunError, match="does not hold what this model needs"):
+        checkpoint.load(rounded, tmp_path / "step-3")
+
+
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_applied_to_a_build_the_optimizer_is_on_the_host(weights: str) -> None:
     plain, offloaded = (build(tiny(), vocabulary=96, device=DEVICE) for _ in range(2))
-    registry()["optimizer_offload"](weights=weights).apply(offloaded, offloaded.trained[0])  # type: ignore[call-arg]
-    groups = group_by_decay(offloaded.parameters(), 0.1)
-    offloaded.optimizer = offloaded.slot(Slot.OPTIMIZER)(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    _offload_optimizer(offloaded, weights)
     losses = []
     for _ in range(8):
         for b in (plain, offloaded):

@@ -15,7 +15,13 @@ from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.ops.losses.cross_entropy import CrossEntropy, sum_chunked_loss, sum_full_loss, sum_torch_loss
+from preheat.ops.losses.cross_entropy import (
+    CrossEntropy,
+    DynamicCrossEntropy,
+    sum_chunked_loss,
+    sum_full_loss,
+    sum_torch_loss,
+)
 from preheat.planning.dispatch_recorder import Kernel, Recorder
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -50,6 +56,34 @@ def _run(function: Any, inputs: Any) -> tuple[dict[str, torch.Tensor], int]:
         peak = max(peak, alive)
     grads = {"hidden": leaf.grad, "head": head.weight.grad}
     return grads, peak - sum(g.nbytes for g in grads.values() if g is not None)
+
+
+def _dynamic_by_hand(hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor) -> torch.Tensor:
+    """TRL's formula, token by token: the sum over trained tokens of -p log p, p without gradient."""
+    terms = []
+    for state, label in zip(hidden[0], labels[0].tolist(), strict=True):
+        if label != -100:
+            log_p = torch.log_softmax(head(state), dim=-1)[label]
+            terms.append(-log_p.exp().detach() * log_p)
+    return torch.stack(terms).sum()
+
+
+@pytest.mark.parametrize("sum_loss", [sum_full_loss, functools.partial(sum_chunked_loss, rows=5)])
+def test_dynamic_fine_tuning_is_its_formula(sum_loss: Any) -> None:
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(16, 50, bias=False), torch.randn(1, 24, 16)
+    labels = torch.randint(50, (1, 24))
+    labels[0, ::3] = -100
+    results = []
+    for run in (_dynamic_by_hand, lambda h, m, n: sum_loss(h, m, DynamicCrossEntropy(), n)):
+        leaf = hidden.clone().requires_grad_()
+        head.weight.grad = None
+        loss = run(leaf, head, labels)
+        loss.backward()
+        results.append((loss.item(), {"hidden": leaf.grad, "head": head.weight.grad.clone()}))  # type: ignore[union-attr]
+    (wanted, wanted_grads), (loss, grads) = results
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert difference(grads, wanted_grads) < 1e-6
 
 
 def test_chunks_give_the_plain_gradients_in_an_eighth_of_its_memory(inputs: Any) -> None:

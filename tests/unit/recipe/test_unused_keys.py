@@ -57,6 +57,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
         (key, value, {}, {"evaluate": {"every": 2}})
         for key, value in {"checkpoint.best": "validation_loss", "stop.patience": 2, "stop.target_loss": 2.0}.items()
     ),
+    ("checkpoint.rewinds", 2, {}, {"checkpoint": {"every": 2}}),
     ("stop.min_delta", 0.1, {"stop": {"patience": 2}}, {"stop": {"patience": 2}, "evaluate": {"every": 2}}),
     ("stop.min_delta", 0.1, {"evaluate": {"every": 2}}, {"checkpoint": {"best": "validation_loss"}, "evaluate": {"every": 2}}),
     *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro_batch_size")),
@@ -70,6 +71,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("techniques.mixed_precision.loss_scale", 4.0, {}, {"techniques": {"mixed_precision": {"mode": "fp16"}}}),
     ("techniques.mixed_precision.growth_interval", 4, {}, {"techniques": {"mixed_precision": {"mode": "fp16_master"}}}),
     ("techniques.preference.gamma", 1.0, {}, {"techniques": {"preference": {"loss": "simpo"}}}),
+    *((f"techniques.preference.{kind}_weight", 2.0, {}, {"techniques": {"preference": {"loss": "kto"}}}) for kind in ("desirable", "undesirable")),
     ("techniques.length_curriculum.root_degree", 3.0, {}, {"techniques": {"length_curriculum": {"schedule": "root"}}}),
     ("techniques.length_curriculum.multiple", 16, {"techniques": {"length_curriculum": {"lengths": [16]}}}, {}),
     ("techniques.expert_balancing.rate", 0.01, {"techniques": {"expert_balancing": {"method": "loss"}}}, {}),

@@ -15,6 +15,7 @@ import pytest
 
 from preheat.core.bench import BenchResult, InferenceResult
 from preheat.core.compression import CompressionResult
+from preheat.core.lr_range import LrRange
 from preheat.core.nettest import NettestResult
 from preheat.core.plan import PlanFigures
 from preheat.core.step_profile import StepProfile
@@ -25,6 +26,7 @@ from preheat.report import (
     compress_page,
     data_page,
     inference_page,
+    lr_range_page,
     nettest_page,
     page,
     plan_page,
@@ -72,6 +74,11 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"path": "p", "bytes": 5000, "before": SIDE, "after": SIDE, "max_logit_difference": 0.1, "source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "notes": ["s"],
          "variants": [{"name": "int8", "method": "int8", "settings": {}, "what": "w", "bytes": 5000, "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "perplexity_rise_interval": [None, None],
                        "max_logit_difference": 0.1, "largest_logit": 1.0, "top_1_agreement": 1.0}]},
+    ),
+    "lr_range": (
+        lambda data: lr_range_page._render_page(read_record(LrRange, data)),
+        {"suggested": 1e-3, "lowest": 1e-2, "steepest": 1e-3, "present": 0.1, "diverged_at": None, "steps": 2,
+         "points": [{"lr": lr, "loss": loss, "smoothed": loss, "gradient_norm": 1.0} for lr, loss in ((1e-3, 5.0), (1e-2, 4.0))]},
     ),
     "profile": (
         lambda data: profile_page._page(read_record(StepProfile, data), "n"),

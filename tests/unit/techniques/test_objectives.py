@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from preheat import recipe as recipes
-from preheat.core import Batch, ExampleKind
+from preheat.core import Batch, ExampleKind, MaskSpec
 from preheat.data.loader import collate, evaluation_batches
 from preheat.data.packing import Rows, Tokens, cut
 from preheat.data.preparation import PreparedData
@@ -71,8 +72,16 @@ def slow_loss(
 ) -> torch.Tensor:
     """The papers' formulas, pair by pair; the mean."""
     loss, beta = settings.get("loss", "dpo"), settings.get("beta", 0.1)
+    liked = [k for row in batch.desirable for k in row]
+    if loss == "kto":  # TRL's formula, with a row in place of its batch
+        divergences = [max(float(d), 0.0) for d in settings["divergences"] for _ in range(2)]
+        terms = []
+        for a, b, k, kl in zip(now, before, liked, divergences, strict=True):
+            chosen = settings["desirable_weight"] * (1 - torch.sigmoid(beta * ((a - b) - kl)))
+            rejected = settings["undesirable_weight"] * (1 - torch.sigmoid(beta * (kl - (a - b))))
+            terms.append(chosen if k else rejected)
+        return torch.stack(terms).mean()
     if loss == "apo_zero":
-        liked = [k for row in batch.desirable for k in row]
         terms = [
             (1 - torch.sigmoid(beta * (a - b))) if k else torch.sigmoid(beta * (a - b))
             for a, b, k in zip(now, before, liked, strict=True)
@@ -105,6 +114,26 @@ def slow_loss(
     return torch.stack(terms).mean()
 
 
+def exchanged(batch: Batch) -> Batch:
+    """Each prompt with the answer of the other document of its row, in rows of any length."""
+    rows = []
+    for row, sizes in enumerate(batch.mask.documents or ()):
+        texts = []
+        for n in range(2):
+            span = slice(sum(sizes[:n]), sum(sizes[: n + 1]))
+            tokens, labels = batch.tokens[row, span].tolist(), batch.labels[row, span].tolist()
+            prompt = next(i for i, label in enumerate(labels) if label >= 0) + 1
+            texts.append((tokens[:prompt], tokens[prompt:], labels[prompt - 1 :]))
+        for (prompt_tokens, *_), (_, answer, labels) in ((texts[0], texts[1]), (texts[1], texts[0])):
+            rows.append((prompt_tokens + answer, [-100] * (len(prompt_tokens) - 1) + labels))
+    length = max(len(tokens) for tokens, _ in rows)
+    padded = [(t + [0] * (length - len(t)), n + [-100] * (length - len(n))) for t, n in rows]
+    tokens, labels = (torch.tensor(part) for part in zip(*padded, strict=True))
+    documents = tuple((len(t), *([length - len(t)] if len(t) < length else [])) for t, _ in rows)
+    mask = MaskSpec(documents=documents)
+    return replace(batch, tokens=tokens, labels=labels, mask=mask, desirable=((1,),) * len(rows))
+
+
 @pytest.mark.parametrize("beside", ["", TOGETHER, f"lora: {{rank: 4}}, {TOGETHER}"])
 @pytest.mark.parametrize(
     "settings",
@@ -117,16 +146,24 @@ def slow_loss(
         {"loss": "cpo"},
         {"loss": "orpo", "beta": 0.2},
         {"loss": "apo_zero"},
+        {"loss": "kto", "beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.5},
     ],
     ids=str,
 )
 def test_losses_and_gradients_equal_the_slow_reference(settings: dict[str, Any], beside: str) -> None:
     techniques = f"{{preference: {settings}, {beside}}}".replace("'", "").replace("True", "true")
     made = moved(techniques)
-    batch = uneven(examples=LIKED if settings.get("loss") == "apo_zero" else PAIRS)
+    single = settings.get("loss") in ("apo_zero", "kto")
+    batch = uneven(examples=LIKED if single else PAIRS)
     model: Any = made.trained[0]
     with torch.no_grad():
-        before, _ = slow_logp(build(tiny(), vocabulary=96, device=DEVICE).trained[0], batch)
+        first = build(tiny(), vocabulary=96, device=DEVICE).trained[0]
+        before, _ = slow_logp(first, batch)
+        if settings.get("loss") == "kto":
+            other = exchanged(batch)
+            ratios = slow_logp(model, other)[0] - slow_logp(first, other)[0]
+            settings = settings | {"divergences": ratios.view(4, 2).mean(dim=1)}
+            assert (settings["divergences"] > 0).any()
     now, n = slow_logp(model, batch)
     wanted = slow_loss(settings, batch, now, before, n)
     wanted.backward()
@@ -135,7 +172,7 @@ def test_losses_and_gradients_equal_the_slow_reference(settings: dict[str, Any],
     for _, p in made.parameters():
         p.grad = None
     found = accumulate_gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
-    assert found.weight == (8 if settings.get("loss") == "apo_zero" else 4)
+    assert found.weight == (8 if single else 4)
     assert float(found.total / found.weight) == pytest.approx(wanted.item(), rel=1e-6)
     assert difference({name: p.grad for name, p in made.parameters()}, expected) < 3e-6
 
@@ -336,7 +373,7 @@ def test_pairs_through_rows_have_the_loss_of_the_plain_model() -> None:
         ),
         ("pairs", "", "but next-token training reads text to continue; add techniques.preference", DataError),
         ("classes", "", "add techniques.classification", DataError),
-        ("desirable", "preference: {}", "loss: apo_zero", DataError),
+        ("desirable", "preference: {}", "loss: kto", DataError),
         ("pairs", "preference: {loss: apo_zero}", r"add techniques.preference \(loss: dpo", DataError),
         ("desirable", "classification: {}", "reads documents of a class each", DataError),
         (
