@@ -25,8 +25,8 @@ from ...architectures.columns import Subject, write_data
 from ...architectures.tiny import ARCHITECTURES, create_model, tiny_config
 from ...conftest import DEVICE
 
-# One of each kind: delta net, Mamba 2 with experts, sinks with windows, convolution, shared keys, chunks.
-KINDS = ["qwen3_5_text", "granitemoehybrid", "gpt_oss", "lfm2", "gemma4_text", "llama4_text"]
+# One of each kind: delta net, Mamba 2 with experts, sinks with windows, convolution, shared keys, chunks, ALiBi.
+KINDS = ["qwen3_5_text", "granitemoehybrid", "gpt_oss", "lfm2", "gemma4_text", "llama4_text", "bloom", "mpt"]
 REFUSED = {"stablelm": "does not let its layers use preheat"}
 
 TECHNIQUES = "efficient_attention: {}, chunked_loss: {rows: 40}, activation_checkpointing: {}"
