@@ -144,6 +144,7 @@ class InferenceJob:
         tokens: tokens to generate after each prompt.
         cells: (rows, length) of each shape.
         text: file from which prompts are cut; None: Python's standard library.
+        kernel: of torch's attention; None: the fastest, with preheat's own on CPUs.
     """
 
     model: str
@@ -153,6 +154,7 @@ class InferenceJob:
     tokens: int
     cells: list[tuple[int, int]]
     text: str | None
+    kernel: str | None = None
 
 
 @dataclass(frozen=True)

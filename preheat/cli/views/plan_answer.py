@@ -557,6 +557,11 @@ def list_warnings(plan: Plan) -> list[str]:
             f"speed: the host launches {plan.host.operators:,} operators at {plan.host.seconds_each * 1e6:.3g} µs and "
             "is slower than the device: larger micro-batches cost little"
         )
+    for faster in plan.faster_sizes:
+        warnings.append(
+            f"{faster.key}: {faster.size:,} is not a multiple of 64: {faster.better:,} is "
+            f"{format_percent(faster.gain)} faster"
+        )
     if plan.doubt:
         warnings.append(plan.doubt)
     if plan.contended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -143,6 +144,7 @@ def generate(
     kept: PrefixCache | None = None,
     draft: PreTrainedModel | None = None,
     timed: Timed | None = None,
+    kernel: str | None = None,
 ) -> list[Written]:
     """Continues each prompt.
 
@@ -163,6 +165,7 @@ def generate(
         kept: a cache to continue from and to leave for the next call; for a single prompt.
         draft: the model that `settings.draft_model` names.
         timed: receives token timings; for a single batch.
+        kernel: of torch's attention, one of `ops.attention.sdpa.KERNELS`; None: the fastest, with preheat's own on CPUs.
 
     Returns:
         One `Written` per prompt.
@@ -209,10 +212,10 @@ def generate(
     texts: list[Written] = []
     # The generator of the CPU is always forked; a GPU's only if the model is there.
     devices = [device] if device.type == "cuda" else []
-    attention = _choose_attention(model, settings, alone)
+    attention = _choose_attention(model, settings, alone, kernel)
     with (
         torch.random.fork_rng(devices=devices),
-        _prepare_generation(model, attention, alone),
+        _prepare_generation(model, attention, alone, kernel),
         nullcontext()
         if draft is None
         else _prepare_generation(draft, _choose_attention(draft, Sample(), False), False),
@@ -283,11 +286,12 @@ def _describe_uncompilable(model: PreTrainedModel, settings: Sample) -> str:
     return describe_missing_compiler(model.device.type)
 
 
-def evaluate_cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
+def evaluate_cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample, kernel: str | None = None) -> float:
     """Mean loss per token in nats with the cache and window of `settings`: measures their cost in quality.
 
     Args:
         rows: tokens [rows, length], one text per row.
+        kernel: as in `generate`.
     """
     import torch
 
@@ -296,7 +300,7 @@ def evaluate_cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample)
     alone = has_attention_pattern(model)
     _require(model, settings, alone, True, None)
     total = 0.0
-    with _prepare_generation(model, _choose_attention(model, settings, alone), alone):
+    with _prepare_generation(model, _choose_attention(model, settings, alone, kernel), alone, kernel):
         # One row per pass, so that each row has a cache of its own and none needs padding.
         for row in rows.to(model.device):
             cache = {} if alone else pass_cache(model, make_cache(model.config, settings, len(row)))
@@ -381,23 +385,66 @@ def _has_own_cache(model: PreTrainedModel) -> bool:
     return not model._supports_default_dynamic_cache() or not has_token_cache(model.config)
 
 
-def _choose_attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
-    """The name of the attention implementation for generation."""
+def _choose_attention(model: PreTrainedModel, settings: Sample, alone: bool, kernel: str | None = None) -> str:
+    """The name of the attention implementation for generation.
+
+    Raises:
+        RecipeError: the model's attention does not use the kernel that is asked for.
+    """
+    plain = _choose_plain_attention(model)
+    if kernel is not None:
+        _require_kernel(model, settings, kernel, chooses=plain == "sdpa" and not alone)
+        return plain
     if alone:
         return STANDALONE
     from preheat.models.generation.kv_cache import register_cache_attention
 
-    plain = _choose_plain_attention(model)
     # Models that do not dispatch through transformers' attention registry select sdpa by name.
     ours = model._supports_attention_backend and model.device.type == "cpu" and plain == "sdpa"
     return register_cache_attention(settings.window) if ours or settings.window is not None else plain
 
 
+def _require_kernel(model: PreTrainedModel, settings: Sample, kernel: str, *, chooses: bool) -> None:
+    """Raises RecipeError if torch's attention cannot use the kernel for this model.
+
+    Args:
+        chooses: the model calls torch's attention, which has several kernels.
+    """
+    import torch
+    from torch.nn.attention import sdpa_kernel
+
+    from preheat.models.layer_sizes import head_dim
+    from preheat.ops.attention.sdpa import KERNELS
+
+    if not chooses or settings.window is not None:
+        raise RecipeError(
+            f"efficient_attention.kernel: {kernel}: this model generates with a mask or attention of its own (patterns, "
+            "capped scores, ALiBi, sample.window), which has no choice of kernels; leave it out"
+        )
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    probe = torch.zeros(1, 1, 8, head_dim(model.config.get_text_config()), dtype=dtype, device=model.device)
+    try:
+        # torch warns of each reason, and raises without them.
+        with sdpa_kernel(KERNELS[kernel]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.nn.functional.scaled_dot_product_attention(probe, probe, probe, is_causal=True)
+    except RuntimeError:
+        raise RecipeError(
+            f"efficient_attention.kernel: {kernel}: torch has no such kernel for {str(dtype).removeprefix('torch.')} and "
+            f"heads of {probe.shape[-1]} on {model.device.type}; math supports everything"
+        ) from None
+
+
 @contextmanager
-def _prepare_generation(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
+def _prepare_generation(
+    model: PreTrainedModel, attention: str, alone: bool, kernel: str | None = None
+) -> Iterator[None]:
     """Puts the model into eval mode with the given attention and without its folder's generation settings."""
     import torch
+    from torch.nn.attention import sdpa_kernel
     from transformers import GenerationConfig
+
+    from preheat.ops.attention.sdpa import KERNELS
 
     # Everything changed here is restored on exit, because training also generates texts between its steps.
     training, before, folder = model.training, model.config._attn_implementation, model.generation_config
@@ -407,7 +454,11 @@ def _prepare_generation(model: PreTrainedModel, attention: str, alone: bool) -> 
     model.generation_config = GenerationConfig()  # the folder's end token must not end texts unasked
     try:
         # Recomputed sequences have a new length each time: a compiled layer would recompile for each.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager") if alone else nullcontext(),
+            nullcontext() if kernel is None else sdpa_kernel(KERNELS[kernel]),
+        ):
             yield
     finally:
         if parallel is None:
