@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from preheat.cli.options.plan_options import Aim, Method, PlanOptions, ServingPlanOptions, TrainingPlanOptions, parse_price
+from preheat.cli.options.plan_options import (
+    Aim,
+    Method,
+    PlanOptions,
+    ServingPlanOptions,
+    TrainingPlanOptions,
+    parse_price,
+)
 from preheat.cli.views.console import Accelerate, DeepSpeed, From, Json, Set
 from preheat.core import Numerics
 

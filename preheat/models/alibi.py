@@ -12,7 +12,7 @@ of two digits, each of which bf16 holds exactly: six of the eight dimensions, an
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.errors import RecipeError

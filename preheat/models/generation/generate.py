@@ -165,7 +165,7 @@ def generate(
         kept: a cache to continue from and to leave for the next call; for a single prompt.
         draft: the model that `settings.draft_model` names.
         timed: receives token timings; for a single batch.
-        kernel: of torch's attention, one of `ops.attention.sdpa.KERNELS`; None: the fastest, with preheat's own on CPUs.
+        kernel: of torch's attention, a key of `ops.attention.sdpa.KERNELS`; None: the fastest, on CPUs also preheat's.
 
     Returns:
         One `Written` per prompt.
@@ -418,10 +418,11 @@ def _require_kernel(model: PreTrainedModel, settings: Sample, kernel: str, *, ch
 
     if not chooses or settings.window is not None:
         raise RecipeError(
-            f"efficient_attention.kernel: {kernel}: this model generates with a mask or attention of its own (patterns, "
-            "capped scores, ALiBi, sample.window), which has no choice of kernels; leave it out"
+            f"efficient_attention.kernel: {kernel}: this model generates with a mask or attention of its own "
+            "(patterns, capped scores, ALiBi, sample.window), which has no choice of kernels; leave it out"
         )
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    name = str(dtype).removeprefix("torch.")
     probe = torch.zeros(1, 1, 8, head_dim(model.config.get_text_config()), dtype=dtype, device=model.device)
     try:
         # torch warns of each reason, and raises without them.
@@ -430,8 +431,8 @@ def _require_kernel(model: PreTrainedModel, settings: Sample, kernel: str, *, ch
             torch.nn.functional.scaled_dot_product_attention(probe, probe, probe, is_causal=True)
     except RuntimeError:
         raise RecipeError(
-            f"efficient_attention.kernel: {kernel}: torch has no such kernel for {str(dtype).removeprefix('torch.')} and "
-            f"heads of {probe.shape[-1]} on {model.device.type}; math supports everything"
+            f"efficient_attention.kernel: {kernel}: torch has no such kernel for {name} and heads of "
+            f"{probe.shape[-1]} on {model.device.type}; math supports everything"
         ) from None
 
 

@@ -95,9 +95,9 @@ _TILE = 128  # rows and columns of the output tile of one SM
 # dimensions the adapters' fp32 matmuls on an H100 were planned 3.7 times too slow (benchmarks/results/published.md).
 _NARROW, _SPLIT = 32, 256
 # A row of a half-precision operand whose length is no multiple of 16 bytes needs kernels with narrow loads. Their share
-# of the rate: 107 to 116 TFLOP/s for 2,055 to 2,073 against 156 for 2,040 on an RTX 4090 (pytorch/pytorch issue 181718),
-# and 10 ms against 14 ms for a padded head (PaddlePaddle/models pull request 5134). Hopper's and later data center
-# generations have other kernels, for which no such figure is known.
+# of the rate: 107 to 116 TFLOP/s for 2,055 to 2,073 against 156 for 2,040 on an RTX 4090 (pytorch/pytorch issue
+# 181718), and 10 ms against 14 ms for a padded head (PaddlePaddle/models pull request 5134). Hopper's and later data
+# center generations have other kernels, for which no such figure is known.
 _ALIGNED, _UNALIGNED = 8, 0.71
 _NARROW_LOADS = frozenset({"volta", "turing", "ampere", "ada", "blackwell-rtx"})
 # Of the L2 cache, filled by what a kernel reads and writes: repeated kernels keep the cache's rate up to 0.77 (A40),

@@ -15,7 +15,7 @@ from preheat.core.registry import problems_of
 from preheat.engine import builder
 from preheat.engine.builder import build_context
 from preheat.errors import RecipeError
-from preheat.models import hf, moe
+from preheat.models import alibi, hf, moe
 from preheat.models.sinks import attend_with_sinks, cut_into_chunks
 from preheat.models.token_mixers import find_attentions, find_cache, find_recurrent_mixers, pass_cache, split_documents
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
@@ -76,6 +76,7 @@ def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> 
         config = tiny_config(name)
         with torch.device("meta"):
             model = create_model(config)
+        alibi.replace_alibi(model)
         layers = hf.find_anatomy(model).layers
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
         assert len(layers) == config.num_hidden_layers
