@@ -81,6 +81,7 @@ def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Seque
     from preheat.bench.inference import InferenceContender
     from preheat.cli.options.generation import build_sampling
     from preheat.errors import RecipeError, suggest_nearest
+    from preheat.models.generation.generate import KERNELS
     from preheat.recipe import Sample
 
     # Of the contender itself; all other keys are settings of sampling.
@@ -88,7 +89,7 @@ def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Seque
         "dtype": ("fp32", "bf16", "fp16"),
         "engine": ("preheat", "transformers"),
         # torch's kernels, by the key of a recipe; those of training alone have no place for a cache.
-        "efficient_attention.kernel": ("cudnn", "efficient", "flash", "math"),
+        "efficient_attention.kernel": tuple(KERNELS),
     }
     settable = [*own_values, *(field.name for field in dataclasses.fields(Sample))]
     # Folders of one name are named by their paths.

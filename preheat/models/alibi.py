@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.errors import RecipeError
 from preheat.hardware.transfers import cache_tensors, to_device
+from preheat.models.token_mixers import ATTENTION
 from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
@@ -149,8 +150,6 @@ def _attend(module: Any, alibi: _Alibi, query: Tensor, key: Tensor, value: Tenso
     """Attention of [rows, heads, length, head_dim] by the build's kernel; returns [rows, length, width]."""
     import torch
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from preheat.models.hf import ATTENTION
 
     rows, heads, length, _ = query.shape
     queries, keys = (t.to(query.dtype) for t in alibi.dimensions)

@@ -38,6 +38,7 @@ from preheat.models.reference_logits import compute_reference_logits
 from preheat.models.sinks import CHUNK, attend_with_sinks, cut_into_chunks, set_chunks
 from preheat.models.tested_versions import warn_of_untested
 from preheat.models.token_mixers import (
+    ATTENTION,
     describe_special_mixers,
     find_attentions,
     keep_within_documents,
@@ -73,7 +74,6 @@ __all__ = [
     "full_model",
 ]
 
-ATTENTION = "preheat"  # our attention function in transformers' registry
 STANDALONE = "preheat-standalone"  # that of models/attention_patch.py, for models called by their own forward
 PATTERN = "preheat_pattern"  # attribute of a layer's attention, set by models/attention_patch.py: wraps the kernel
 

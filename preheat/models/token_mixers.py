@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTENDS",
+    "ATTENTION",
     "CACHE_ARGUMENTS",
     "find_attentions",
     "find_compilable_parts",
@@ -57,6 +58,8 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "cache_params",
 
 `cache` is the name since transformers 5.24, where the older ones are deprecated, and so the first to look up.
 """
+ATTENTION = "preheat"
+"""preheat's attention function in transformers' registry."""
 ATTENDS = "preheat_attends"
 """Attribute of the classes of attention modules whose `forward` is preheat's own (`models.alibi`)."""
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})

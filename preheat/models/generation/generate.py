@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = [
+    "KERNELS",
     "PrefixCache",
     "Timed",
     "Written",
@@ -35,6 +36,9 @@ __all__ = [
     "resolve_auto",
     "stop_tokens",
 ]
+
+KERNELS = {"cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "flash": "FLASH_ATTENTION", "math": "MATH"}
+"""Kernels of torch's attention that generation can be limited to -> torch's name."""
 
 _PASSES = 2000
 """Single-token passes from which compiling a model on a GPU pays off: compiling takes about one second per layer, and
@@ -165,7 +169,7 @@ def generate(
         kept: a cache to continue from and to leave for the next call; for a single prompt.
         draft: the model that `settings.draft_model` names.
         timed: receives token timings; for a single batch.
-        kernel: of torch's attention, a key of `ops.attention.sdpa.KERNELS`; None: the fastest, on CPUs also preheat's.
+        kernel: of torch's attention, a key of `KERNELS`; None: the fastest, on CPUs also preheat's.
 
     Returns:
         One `Written` per prompt.
@@ -411,10 +415,8 @@ def _require_kernel(model: PreTrainedModel, settings: Sample, kernel: str, *, ch
         chooses: the model calls torch's attention, which has several kernels.
     """
     import torch
-    from torch.nn.attention import sdpa_kernel
 
     from preheat.models.layer_sizes import head_dim
-    from preheat.ops.attention.sdpa import KERNELS
 
     if not chooses or settings.window is not None:
         raise RecipeError(
@@ -426,7 +428,7 @@ def _require_kernel(model: PreTrainedModel, settings: Sample, kernel: str, *, ch
     probe = torch.zeros(1, 1, 8, head_dim(model.config.get_text_config()), dtype=dtype, device=model.device)
     try:
         # torch warns of each reason, and raises without them.
-        with sdpa_kernel(KERNELS[kernel]), warnings.catch_warnings():
+        with _use_kernel(kernel), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.nn.functional.scaled_dot_product_attention(probe, probe, probe, is_causal=True)
     except RuntimeError:
@@ -436,16 +438,20 @@ def _require_kernel(model: PreTrainedModel, settings: Sample, kernel: str, *, ch
         ) from None
 
 
+def _use_kernel(kernel: str) -> AbstractContextManager[None]:
+    """Context manager in which torch's attention uses no other kernel."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, KERNELS[kernel]))
+
+
 @contextmanager
 def _prepare_generation(
     model: PreTrainedModel, attention: str, alone: bool, kernel: str | None = None
 ) -> Iterator[None]:
     """Puts the model into eval mode with the given attention and without its folder's generation settings."""
     import torch
-    from torch.nn.attention import sdpa_kernel
     from transformers import GenerationConfig
-
-    from preheat.ops.attention.sdpa import KERNELS
 
     # Everything changed here is restored on exit, because training also generates texts between its steps.
     training, before, folder = model.training, model.config._attn_implementation, model.generation_config
@@ -458,7 +464,7 @@ def _prepare_generation(
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager") if alone else nullcontext(),
-            nullcontext() if kernel is None else sdpa_kernel(KERNELS[kernel]),
+            nullcontext() if kernel is None else _use_kernel(kernel),
         ):
             yield
     finally:
