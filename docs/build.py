@@ -23,6 +23,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 BUILD = ROOT / "build" / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = DOCS / "figures"
 
 
 def table_row(*cells: object) -> str:
@@ -160,6 +161,10 @@ def technique_page(name: str, cls: type[Technique]) -> str:
             *(table_row(a, b) for a, b in gave),
             "",
         ]
+    # Tables by hand, with their commands.
+    figures = FIGURES / f"{name}.md"
+    if figures.exists():
+        lines += [figures.read_text(encoding="utf-8"), ""]
     alone = functions(cls)
     if alone:
         lines += ["## In your own loop", "", f"`from preheat.techniques.{name} import ...`", "", *alone]

@@ -44,6 +44,7 @@ class InferenceContender:
         model: a path that `load_model` accepts.
         settings: generation settings such as cache and speculative decoding; `max_new_tokens` is set by the benchmark.
         dtype: dtype to which the weights are cast; None: as the model is opened.
+        kernel: of torch's attention; None: the fastest, with preheat's own on CPUs.
         engine: transformers uses its own model class and `generate`, greedy, without code of preheat.
     """
 
@@ -52,6 +53,7 @@ class InferenceContender:
     settings: Sample = field(default_factory=Sample)
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     engine: Literal["preheat", "transformers"] = "preheat"
+    kernel: str | None = None
 
 
 class _Worker:
@@ -165,7 +167,7 @@ def bench_inference(
             say(f"opening {speech.name}", n, len(speeches))
             # Both are settings of the benchmark, equal for all contenders.
             settings = dataclasses.replace(speech.settings, max_new_tokens=tokens, prompts=())
-            job = InferenceJob(speech.model, settings, speech.dtype, speech.engine, tokens, cells, text)
+            job = InferenceJob(speech.model, settings, speech.dtype, speech.engine, tokens, cells, text, speech.kernel)
             worker = stack.enter_context(_Worker(speech, job, folder))
             worker.open()
             workers.append(worker)

@@ -168,6 +168,7 @@ class InferenceWorker:
                     batch=rows,
                     draft=self.draft,
                     timed=part,
+                    kernel=self.job.kernel,
                 )
             ]
             return _join_generations(parts, texts)
@@ -219,7 +220,7 @@ class InferenceWorker:
         length = max(length for _, length in self.job.cells)
         # [_ROWS, length]: the same rows for every contender with this tokenizer.
         rows = torch.tensor([self._cut_prompt(row, length) for row in range(_ROWS)])
-        return Ending(beyond, evaluate_cached_loss(self.model, rows, self.settings))
+        return Ending(beyond, evaluate_cached_loss(self.model, rows, self.settings, self.job.kernel))
 
 
 def _join_generations(parts: list[Timed], texts: list[list[int]]) -> Generation:

@@ -156,6 +156,7 @@ class InferenceJob:
         tokens: tokens to generate after each prompt.
         cells: (rows, length) of each shape.
         text: file from which prompts are cut; None: Python's standard library.
+        kernel: of torch's attention; None: the fastest, with preheat's own on CPUs.
     """
 
     model: str
@@ -165,6 +166,7 @@ class InferenceJob:
     tokens: int
     cells: list[tuple[int, int]]
     text: str | None
+    kernel: str | None = None
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,17 @@ def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Seque
     from preheat.bench.inference import InferenceContender
     from preheat.cli.options.generation import build_sampling
     from preheat.errors import RecipeError, suggest_nearest
+    from preheat.models.generation.generate import KERNELS
     from preheat.recipe import Sample
 
-    settable = ["dtype", "engine", *(field.name for field in dataclasses.fields(Sample))]
+    # Of the contender itself; all other keys are settings of sampling.
+    own_values = {
+        "dtype": ("fp32", "bf16", "fp16"),
+        "engine": ("preheat", "transformers"),
+        # torch's kernels, by the key of a recipe; those of training alone have no place for a cache.
+        "efficient_attention.kernel": tuple(KERNELS),
+    }
+    settable = [*own_values, *(field.name for field in dataclasses.fields(Sample))]
     # Folders of one name are named by their paths.
     short = [Path(model).name for model in models]
     names = [name if short.count(name) == 1 else model for name, model in zip(short, models, strict=True)]
@@ -96,21 +104,21 @@ def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Seque
                 if key not in settable:
                     hint = suggest_nearest(key, settable)
                     raise RecipeError(f"--variant {shorten(item)}: no setting {quote_value(key, 40)}; {hint}")
-            # dtype and engine concern the contender; all other keys are settings of sampling.
-            rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in ("dtype", "engine"))
+            rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in own_values)
             settings = build_sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])
-            for key, known in (("dtype", ("fp32", "bf16", "fp16")), ("engine", ("preheat", "transformers"))):
+            for key, known in own_values.items():
                 if (value := rest.get(key, known[0])) not in known:
                     raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")
             # Sampled texts would differ between contenders anyway.
             if settings.temperature:
                 raise RecipeError("--set sample.temperature: texts are compared, so decoding is greedy; leave it out")
-            if rest.get("engine") == "transformers" and settings != build_sampling():
+            kernel = rest.pop("efficient_attention.kernel", None)
+            if rest.get("engine") == "transformers" and (settings != build_sampling() or kernel is not None):
                 raise RecipeError(
                     f"--variant {variant}: runs transformers' own generate, which takes no setting but dtype"
                 )
             label = f"{name}, {variant}" if variant else name
-            contenders.append(InferenceContender(label, model, settings, **rest))  # type: ignore[arg-type]
+            contenders.append(InferenceContender(label, model, settings, kernel=kernel, **rest))  # type: ignore[arg-type]
     if len({contender.name for contender in contenders}) < len(contenders):
         raise RecipeError("preheat bench --inference: a model or a variant is given twice; name each once")
     return contenders

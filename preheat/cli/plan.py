@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from preheat.cli.options.plan_options import Aim, Method, PlanOptions, TrainingPlanOptions, parse_price
+from preheat.cli.options.plan_options import (
+    Aim,
+    Method,
+    PlanOptions,
+    ServingPlanOptions,
+    TrainingPlanOptions,
+    parse_price,
+)
 from preheat.cli.views.console import Accelerate, DeepSpeed, From, Json, Set
 from preheat.core import Numerics
 
@@ -121,6 +128,15 @@ def plan(
         bool,
         typer.Option("--inference", help="Plan serving: weights, KV cache, how many sequences fit, and peak speed."),
     ] = False,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            max=2**24,
+            help="With --inference: sequences at a time, each of --length tokens; adds the devices that they need.",
+        ),
+    ] = None,
     compute_budget: Annotated[
         float | None,
         typer.Option(
@@ -190,7 +206,7 @@ def plan(
     if inference:
         from preheat.cli.plan_serving import plan_serving
 
-        plan_serving(asked)
+        plan_serving(ServingPlanOptions(**vars(asked), batch=batch))
         return
     from preheat.cli.plan_training import plan_training
 

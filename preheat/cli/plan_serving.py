@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from preheat.cli.options.plan_options import PlanOptions
+    from preheat.cli.options.plan_options import ServingPlanOptions
     from preheat.core.json_types import JsonObject
     from preheat.hardware.catalogue import Accelerator
     from preheat.recipe import Recipe
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_serving"]
 
 
-def plan_serving(options: PlanOptions) -> None:
+def plan_serving(options: ServingPlanOptions) -> None:
     """Prints weights, KV cache, sequences that fit and peak speed for each combination of weight and cache format."""
     from preheat.cli.options.subject import count_devices, find_subject
     from preheat.cli.options.unused import FOR_ANOTHER_DEVICE, SERVING, note_unread
@@ -31,7 +31,7 @@ def plan_serving(options: PlanOptions) -> None:
     if subject.from_user:
         modes = [SERVING] if options.gpu is None else [SERVING, FOR_ANOTHER_DEVICE]
         note_unread(modes, recipe, besides=("parallel.devices",) if devices > 1 else ())
-    result = _collect_figures(recipe, options.gpu, devices)
+    result = _collect_figures(recipe, options.gpu, devices, options.batch)
     if note := text_part_note(recipe):
         result["text_part"] = note
     if options.json:
@@ -44,7 +44,7 @@ def plan_serving(options: PlanOptions) -> None:
         raise typer.Exit(3)
 
 
-def _collect_figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> JsonObject:
+def _collect_figures(recipe: Recipe, gpu: Accelerator | None, devices: int, batch: int | None) -> JsonObject:
     """Returns what `--json` prints, without the note on a model's text part."""
     from preheat.hardware.rates import Rates
     from preheat.planning.analytic import count_model_parameters, estimate_serving
@@ -72,6 +72,7 @@ def _collect_figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> J
             # The format of serving is half precision, if the device's rate for it is known.
             matrix_rate=peaks.get("bf16") or max(peaks.values()),
             kept=cache_format,
+            batch=batch,
         )
     ]
     return {
@@ -82,7 +83,8 @@ def _collect_figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> J
         "length": length,
         "cache_bytes_per_token": (count_cache_bytes(model.config, length) - state) / length,
         "state_bytes_per_row": state,
-        "fits": any(s.rows for s in rows),
+        "batch": batch,
+        "fits": any(s.rows >= (batch or 1) for s in rows),
         "formats": [
             {
                 "weights": s.format,
@@ -94,6 +96,9 @@ def _collect_figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> J
                 "tokens_per_second_at_most": s.tokens_per_second,
                 "tokens_per_second_alone": s.alone,
                 "seconds_to_first_token": s.first_token,
+                "batch_cache_gib": s.batch.cache / 2**30 if s.batch else None,
+                "batch_devices": s.batch.devices if s.batch else None,
+                "batch_tokens_per_second_at_most": s.batch.tokens_per_second if s.batch else None,
             }
             for s in rows
         ],

@@ -76,6 +76,22 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
+class FasterSize:
+    """A size of the model that a larger one would make faster.
+
+    Attributes:
+        key: of the recipe.
+        better: the next multiple of 64.
+        gain: by how much a step is faster at `better`: 0.1 is 10 %.
+    """
+
+    key: str
+    size: int
+    better: int
+    gain: float
+
+
+@dataclass(frozen=True)
 class Parameters:
     """Numbers of weights; a 4-bit weight counts as one.
 
@@ -376,6 +392,7 @@ class Plan:
         devices: number of devices.
         host: what the host launches, if it launches a GPU's operators more slowly than they run.
         split: the predicted seconds of a step by kind of operator; None in plans of earlier versions.
+        faster_sizes: sizes of a new model that are slower than the next multiple of 64.
         doubt: how a GPU's calibration contradicts its data sheet, whose rates are then used, or, without a data sheet,
             itself.
         chosen: readable description of the techniques.
@@ -438,6 +455,7 @@ class Plan:
     devices: int = 1
     host: HostLaunches | None = None
     split: StepSeconds | None = None
+    faster_sizes: tuple[FasterSize, ...] = ()
     doubt: str | None = None
     recipe: Mapping[str, Any] | None = None
     chosen: str = "the recipe as it is"

@@ -72,6 +72,7 @@ class ModelFacts:
     foreign_experts: bool = False  # the model's own code computes the experts, which techniques cannot change then
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both
+    alibi_dim: int = 0  # dimensions of queries and keys besides head_dim, which have ALiBi's distances; 0: none
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from preheat.core import MaskSpec
-from preheat.models.hf import ATTENTION, PATTERN, STANDALONE, find_anatomy
+from preheat.models.hf import PATTERN, STANDALONE, find_anatomy
+from preheat.models.token_mixers import ATTENTION
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

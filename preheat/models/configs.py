@@ -682,7 +682,14 @@ def disable_dropout(config: PretrainedConfig) -> dict[str, float]:
     nonzero = {}
     # Parts by identity: the text part of a text model is the configuration itself.
     parts = {
-        id(part): part for part in (config, config.get_text_config(), getattr(config, "vision_config", None)) if part
+        id(part): part
+        for part in (
+            config,
+            config.get_text_config(),
+            getattr(config, "vision_config", None),
+            getattr(config, "attn_config", None),  # MPT
+        )
+        if part
     }
     for part in parts.values():
         for key, value in vars(part).items():

@@ -15,7 +15,7 @@ from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, Spl
 from preheat.core.schema import SMALLEST_TOKENIZER
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, describe_fault
-from preheat.models import configs, encoder_decoder, moe, text_part, vision
+from preheat.models import alibi, configs, encoder_decoder, moe, text_part, vision
 from preheat.models.image_attention import attend_image_blocks
 from preheat.models.layer_sizes import head_dim, max_over_layers
 from preheat.models.module_lookup import (
@@ -38,6 +38,7 @@ from preheat.models.reference_logits import compute_reference_logits
 from preheat.models.sinks import CHUNK, attend_with_sinks, cut_into_chunks, set_chunks
 from preheat.models.tested_versions import warn_of_untested
 from preheat.models.token_mixers import (
+    ATTENTION,
     count_recurrent_layers,
     find_attentions,
     has_special_mixers,
@@ -74,7 +75,6 @@ __all__ = [
     "full_model",
 ]
 
-ATTENTION = "preheat"  # our attention function in transformers' registry
 STANDALONE = "preheat-standalone"  # that of models/attention_patch.py, for models called by their own forward
 PATTERN = "preheat_pattern"  # attribute of a layer's attention, set by models/attention_patch.py: wraps the kernel
 
@@ -149,6 +149,8 @@ def configure(
 
 def _context_length(text: PretrainedConfig) -> int:
     """Context length of a model; 0: unknown. Dynamic rotary scaling extends transformers' value by `factor`."""
+    if text.model_type in alibi.FAMILIES:  # any length, of which transformers prepares `max_seq_len` for an MPT
+        return min(getattr(text, "max_seq_len", alibi.LONGEST), alibi.LONGEST)
     positions = getattr(text, "max_position_embeddings", None) or 0
     rope = getattr(text, "rope_parameters", None) or {}
     return int(positions * rope["factor"]) if rope.get("rope_type") == "dynamic" else positions
@@ -188,6 +190,7 @@ def read_facts(config: PretrainedConfig) -> ModelFacts:
         foreign_experts=count > 0 and not moe.has_stacked_experts(text.__class__),
         vision=vision.read_vision(config),
         encoder=encoder,
+        alibi_dim=alibi.EXTRA_DIM if text.model_type in alibi.FAMILIES else 0,
     )
 
 
@@ -320,6 +323,7 @@ def _refuse(config: PretrainedConfig) -> None:
         )
     if config.is_encoder_decoder:
         encoder_decoder.refuse(config)
+    alibi.refuse_variants(text)
     for key, neutral in _UNSUPPORTED.items():
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
@@ -397,7 +401,9 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     # T5 passes a position bias to its attention, which needs another interface.
     attention = encoder_decoder.register() if config.is_encoder_decoder else ATTENTION
     factory = getattr(transformers, auto_class(config))
-    if not config.is_encoder_decoder and type(config) in (known := factory._model_mapping):
+    if config.model_type in alibi.FAMILIES:
+        attention = "eager"  # their layers have no other; `replace_alibi` puts preheat's in its place
+    elif not config.is_encoder_decoder and type(config) in (known := factory._model_mapping):
         _require_places(known[type(config)], config.model_type)
     try:
         with torch.device("meta"):
@@ -413,6 +419,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     # A forward pass would otherwise fill a KV cache that training never reads.
     model.config.use_cache = False
     replace_rotary(model)
+    alibi.replace_alibi(model)
     vision.replace_deepstack(model)
     for unread in vision.find_unread_parts(model):
         unread.requires_grad_(False)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from preheat.core import MaskSpec
 
 __all__ = [
+    "ATTENDS",
+    "ATTENTION",
     "CACHE_ARGUMENTS",
     "find_attentions",
     "find_compilable_parts",
@@ -58,6 +60,10 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "cache_params",
 
 `cache` is the name since transformers 5.24, where the older ones are deprecated, and so the first to look up.
 """
+ATTENTION = "preheat"
+"""preheat's attention function in transformers' registry."""
+ATTENDS = "preheat_attends"
+"""Attribute of the classes of attention modules whose `forward` is preheat's own (`models.alibi`)."""
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """transformers' types of layers with a recurrent mixer, with or without attention beside it."""
 _DOCUMENTS = "preheat_documents"
@@ -100,7 +106,7 @@ def _cache_parameter(forward: FunctionType) -> str | None:
 
 def _is_attention(module: nn.Module) -> bool:
     """True if it calls the attention function that the configuration names, and thereby preheat's kernels."""
-    return "ALL_ATTENTION_FUNCTIONS" in _forward(module).__code__.co_names
+    return "ALL_ATTENTION_FUNCTIONS" in _forward(module).__code__.co_names or getattr(type(module), ATTENDS, False)
 
 
 def _find_mixers(layer: nn.Module) -> Iterator[nn.Module]:

@@ -24,6 +24,7 @@ __all__ = [
     "ModelSize",
     "Optimal",
     "Serving",
+    "ServingBatch",
     "compute_optimal",
     "estimate_prefill_flops",
     "estimate_serving",
@@ -129,6 +130,7 @@ class Serving:
         alone: the same for a single sequence.
         first_token: lower bound in seconds of the prefill of such a sequence: its FLOPs over the matmul rate, or the
             weights over the bandwidth. None if unknown.
+        batch: the batch that was asked for; None: none was.
     """
 
     format: str
@@ -140,6 +142,23 @@ class Serving:
     tokens_per_second: float | None
     alone: float | None
     first_token: float | None
+    batch: ServingBatch | None = None
+
+
+@dataclass(frozen=True)
+class ServingBatch:
+    """A batch of sequences of the requested length.
+
+    Attributes:
+        cache: bytes of its cache, over all devices.
+        devices: fewest devices that hold it and the weights, if each has a share of the weights and of the key-value
+            heads; None: no number of devices, because a head's cache is not divided.
+        tokens_per_second: as in `Serving`, for this batch; None if it does not fit, or the bandwidth is unknown.
+    """
+
+    cache: float
+    devices: int | None
+    tokens_per_second: float | None
 
 
 _FORMATS = {"bf16": 2.0, "int8": 1.0, "4 bits": 0.516}  # bytes per weight; 4 bits with 8-bit scales (arXiv:2305.14314)
@@ -155,6 +174,7 @@ def estimate_serving(
     matrix_rate: float | None = None,
     kept: str = "bf16",
     reserved: int = 2**29,
+    batch: int | None = None,
 ) -> list[Serving]:
     """Returns weights, KV cache, batch size and the best possible speed for each weight format.
 
@@ -165,6 +185,7 @@ def estimate_serving(
         devices: number of devices across which the weights and the heads of the cache are split.
         bandwidth: memory bandwidth of a device, bytes/s. matrix_rate: FLOP/s of a device.
         kept: cache format, one of `CACHES`.
+        batch: sequences to plan for; None: as many as fit.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -196,12 +217,23 @@ def estimate_serving(
         if bandwidth and matrix_rate and rows:
             first = max(estimate_prefill_flops(model, length) / devices / matrix_rate, weights / bandwidth)
         longest = _find_longest(lambda n: count_cache_bytes(model.config, n, size=size, scale=scale), room * apart)
-        servings.append(
-            Serving(
-                name, kept, weights, cache, rows, longest, estimate_speed(rows), estimate_speed(min(rows, 1)), first
-            )
-        )
+        planned = None
+        if batch is not None:
+            whole = batch * cache * apart
+            least = _count_serving_devices(weights * devices, whole, heads, memory - reserved)
+            planned = ServingBatch(whole, least, estimate_speed(batch) if rows >= batch else None)
+        speeds = estimate_speed(rows), estimate_speed(min(rows, 1))
+        servings.append(Serving(name, kept, weights, cache, rows, longest, *speeds, first, planned))
     return servings
+
+
+def _count_serving_devices(weights: float, cache: float, heads: int, room: float) -> int | None:
+    """Returns the fewest devices with `room` bytes for the weights and a cache that is split over `heads` at most."""
+    if (split := math.ceil((weights + cache) / room)) <= heads:
+        return split
+    # More devices than heads: each has the cache of one head, and a smaller share of the weights.
+    left = room - cache / heads
+    return math.ceil(weights / left) if left > 0 else None
 
 
 _STATE_FLOPS = 6

@@ -19,6 +19,7 @@ from preheat.planning.memory.overhead import SOURCES, estimate_export, needs_all
 from preheat.planning.observation import CATEGORIES, FROM_OTHERS, Observation
 from preheat.planning.recurrent_kernels import list_packages
 from preheat.planning.request import Request
+from preheat.planning.speed.kernel_sizes import find_faster_sizes, list_free_sizes
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import estimate_step_seconds, find_limiting_host
 from preheat.planning.speed.time_by_kind import split_step
@@ -160,9 +161,11 @@ def describe(request: Request, observation: Observation) -> Plan:
         spent = rates.seconds(observation)
         seconds, (of_memory, of_speed) = spent.total, _interval_keys(observation, spent, rates)
         host, doubt = rates.limiting_host(observation), rates.doubt
+        faster = find_faster_sizes(observation, rates, seconds, list_free_sizes(recipe, request.config))
     else:
         seconds, of_memory, of_speed = estimate_step_seconds(observation, rates), "measured", "measured"
         host, doubt = find_limiting_host(observation, rates), doubt_without_data_sheet(rates)
+        faster = ()
     # MFU is relative to the rate of the dtype that the recipe's matmuls compute in.
     tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
     by_tag = {Tag.BF16_COMPUTE: "bf16", Tag.FP16_COMPUTE: "fp16", Tag.TF32_PRODUCTS: "tf32"}
@@ -230,5 +233,6 @@ def describe(request: Request, observation: Observation) -> Plan:
             length=recipe.batch.seq_len,
             vocabulary=request.config.get_text_config().vocab_size,
         ),
+        faster_sizes=faster,
         doubt=doubt,
     )

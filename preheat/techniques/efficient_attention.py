@@ -249,6 +249,11 @@ class EfficientAttentionTechnique(Searchable):
         return Change(f"attention of {build.model.layers} layers{shared}{more}", build.model.layers, kernel=chosen)
 
 
+def _score_dim(context: Context | Build) -> int:
+    """Returns the dimension of the queries and keys that kernels get."""
+    return context.model.head_dim + context.model.alibi_dim
+
+
 def _has_window(context: Context | Build) -> bool:
     """Returns True if some layer sees less than a sequence, by the model's own window or by a technique."""
     window = context.model.window
@@ -268,7 +273,7 @@ def _can_use_blocks(context: Context | Build) -> bool:
 def _is_flash_supported(context: Context | Build) -> bool:
     """Returns True if flash attention supports the mask of the layers: plain causal, or a window."""
     sizes = context.sizes if isinstance(context, Context) else context.mesh.sizes
-    if context.model.score_softcap is not None or context.model.head_dim > _FLASH_HEAD:
+    if context.model.score_softcap is not None or _score_dim(context) > _FLASH_HEAD:
         return False
     if not _has_window(context):
         return True
@@ -278,7 +283,7 @@ def _is_flash_supported(context: Context | Build) -> bool:
 
 def _is_cudnn_preferred(context: Context | Build) -> bool:
     """Returns True if torch itself would choose cuDNN's attention for rows of one document."""
-    device, width = context.device, context.model.head_dim
+    device, width = context.device, _score_dim(context)
     if (device.capability or (0,))[0] not in _CUDNN or width % 8 or width > _CUDNN_HEAD:
         return False
     from torch.backends import cudnn

@@ -8,8 +8,9 @@ and an embedding tied to the head is centred at lookup, because the head needs t
 update on it is a different model: the stream's mean is free.
 Helps: a norm reads its input once less, and pruning and rotation of the residual stream, which LayerNorm prevents,
 become exact.
-Hurts: no transformers class implements it, so export to a Hugging Face folder is rejected; dropout on the residual
-stream would break the centring (preheat's own GPT-2s have none).
+Hurts: no transformers class implements it, so a Hugging Face folder contains the code of the class and is opened with
+trust_remote_code=True, and exports to other formats are rejected; dropout on the residual stream would break the
+centring (preheat's own GPT-2s have none).
 Source: Zhang and Sennrich 2019 (arXiv:1910.07467); folding: Ashkboos et al. 2024 (SliceGPT, arXiv:2401.15024), section
 3.
 """

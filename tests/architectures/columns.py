@@ -28,7 +28,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import accumulate_gradients
 from preheat.errors import PreheatError
 from preheat.inference.load import load_model
-from preheat.models import configs, hf, moe
+from preheat.models import alibi, configs, hf, moe
 from preheat.models.token_mixers import find_attentions, find_recurrent_mixers
 from preheat.run.reader import Reader
 from preheat.sanitize import escape_control_characters
@@ -304,13 +304,14 @@ COLUMNS: dict[str, Callable[[Subject], None]] = {
 def token_mixers(model: Any) -> list[str]:
     """The kinds of token mixers of a model's layers."""
     kinds = []
+    alibi.replace_alibi(model)  # by which their attention is found; transformers' own forward stays
     count = model.config.num_hidden_layers
     stacks = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
     for layer in next(stacks):
         for mixer in find_recurrent_mixers(layer):
             kinds.append(_recurrent(type(mixer).__name__, mixer._parameters))
         for mixer in find_attentions(layer):
-            config: Any = mixer.config  # type: ignore[attr-defined]
+            config: Any = getattr(mixer, "config", model.config)
             number = getattr(mixer, "layer_idx", 0)
             kind = (getattr(config, "layer_types", None) or [""] * (number + 1))[number]
             window = getattr(mixer, "sliding_window", None) or getattr(config, "sliding_window", None)
@@ -321,6 +322,8 @@ def token_mixers(model: Any) -> list[str]:
                 name = "sliding window"
             if hasattr(mixer, "kv_b_proj"):
                 name = "latent attention"
+            if model.config.model_type in alibi.FAMILIES:
+                name = "attention with ALiBi"
             kinds.append(f"{name} with sinks" if "sinks" in mixer._parameters else name)
     return list(dict.fromkeys(kinds))
 

@@ -171,6 +171,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "apertus": {},
     "starcoder2": {},
+    "bloom": {},
+    "mpt": {"max_seq_len": 64, "num_attention_heads": 4},
     "stablelm": {},
 }
 """Architecture (model_type) -> the values of its tiny configuration that the architecture needs besides `_SIZES`."""

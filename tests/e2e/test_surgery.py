@@ -71,7 +71,7 @@ def test_pooled_heads_recover_and_the_export_is_a_plain_llama(
     assert torch.equal(compute_reference_logits(loaded, tokens), compute_reference_logits(ours, tokens))  # type: ignore[arg-type]
 
 
-def test_a_gpt2_of_rms_norms_goes_on_and_is_not_exported(
+def test_a_gpt2_of_rms_norms_goes_on_and_is_exported_with_its_class(
     preheat: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", preheat.environment["PREHEAT_CACHE"])
@@ -83,6 +83,16 @@ def test_a_gpt2_of_rms_norms_goes_on_and_is_not_exported(
     changed = _recipe(f"{{path: {tmp_path / 'hf'}}}", source, "{rms_norm: {}}", steps=20, length=32)
     assert _untrained(changed, tmp_path / "hf", tmp_path / "cache") == pytest.approx(trained, rel=1e-5)
     assert train(changed, out=tmp_path / "second")["validation_loss"] < trained
+    summary = huggingface.write(tmp_path / "second", tmp_path / "own")
+    assert summary.max_logit_difference == 0
+    assert "modeling_gpt2_rms_norm.py), which runs if it is opened with trust_remote_code=True" in summary.note
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", trust_remote_code=True)
+    tokens = torch.randint(300, (1, 24), generator=torch.Generator().manual_seed(0))
+    ours = load_model(tmp_path / "second").build.trained[0]
+    assert torch.equal(compute_reference_logits(loaded, tokens), compute_reference_logits(ours, tokens))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", trust_remote_code=False)
+    # Other formats have no place for a class.
     with pytest.raises(RunError, match="RMSNorm in a GPT-2"):
-        huggingface.write(tmp_path / "second", tmp_path / "never")
+        huggingface.write_held(tmp_path / "second", tmp_path / "never", final=False)
     assert not (tmp_path / "never").exists()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from preheat.core import Numerics
     from preheat.hardware.catalogue import Accelerator
 
-__all__ = ["Aim", "Method", "PlanOptions", "TrainingPlanOptions", "parse_price"]
+__all__ = ["Aim", "Method", "PlanOptions", "ServingPlanOptions", "TrainingPlanOptions", "parse_price"]
 
 Method = Literal["full", "lora", "qlora"]
 Aim = Literal["fastest", "cheapest", "largest-batch", "longest-context", "closest"]
@@ -22,7 +22,7 @@ Aim = Literal["fastest", "cheapest", "largest-batch", "longest-context", "closes
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options of every plan; a plan for serving reads no others.
+    """The options of every plan.
 
     Attributes:
         what: a recipe or a model; None if `set` names the model.
@@ -53,6 +53,17 @@ class PlanOptions:
     def devices(self) -> int:
         """Number of devices, if the recipe does not state it."""
         return (self.count or 1) * self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlanOptions(PlanOptions):
+    """The options of a plan for serving.
+
+    Attributes:
+        batch: sequences at a time; None: as many as fit.
+    """
+
+    batch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

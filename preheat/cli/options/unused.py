@@ -18,7 +18,7 @@ import typer
 import typer.core
 
 from preheat.cli.options.bench_options import InferenceBenchOptions, TechniqueBenchOptions
-from preheat.cli.options.plan_options import PlanOptions
+from preheat.cli.options.plan_options import ServingPlanOptions
 from preheat.cli.views.output import say
 from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError
@@ -93,7 +93,7 @@ SERVING = Mode(
     lambda p: p["inference"],
     (),
     "--inference plans serving, not training",
-    read={"inference", *_collect_names(PlanOptions)},
+    read={"inference", *_collect_names(ServingPlanOptions)},
     keys=(*_SIZE, *_OF_THIS_MACHINE, "hardware.memory"),
 )
 FOR_ANOTHER_DEVICE = Mode(
@@ -112,6 +112,11 @@ MODES: Mapping[str, Sequence[Mode]] = {
             read={"compute_budget"},
         ),
         SERVING,
+        Mode(
+            lambda p: not p["inference"],
+            ("batch",),
+            "it is for --inference; the batch of a training step is --batch-tokens, or batch.size of a recipe",
+        ),
         FOR_ANOTHER_DEVICE,
     ),
     "train": (

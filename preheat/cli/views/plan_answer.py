@@ -154,6 +154,8 @@ class Answer:
         else:  # how fast it would be is of no use
             entries = [_Entry("short by", _describe_shortfall(plan))]
         if recipe is not None:
+            if plan.devices > 1 and _count_stages(plan, recipe) == 1:  # stages differ in size
+                entries.append(_Entry("state", _describe_state(plan), most=1, order=_FIRST))
             entries.append(_Entry("batch", _describe_batch(recipe, plan), most=3))
             entries.append(_Entry("method", _describe_method(recipe, plan), most=4, least=2, order=4))
         if self.assumed:
@@ -273,6 +275,18 @@ def _describe_speed(plan: Plan) -> str:
     of = f"the {flops} measured here" if plan.device.kind == "cpu" else f"the device's {flops}"
     speed = f"{format_rate(plan.tokens_per_second)} tokens/s ({format_rate(low)} to {format_rate(high)})"
     return f"{speed}, {format_percent(plan.mfu)} of {of}"
+
+
+def _describe_state(plan: Plan) -> str:
+    """Describes the weights, gradients and optimizer states of all devices, also those that several have a copy of."""
+    # Each at its own largest: gradients grow during the backward pass.
+    each = sum(
+        max(phase.get(category, 0.0) for phase in plan.phase_memory.values())
+        for category in ("parameters", "gradients", "optimizer")
+    )
+    total = each * 2**30 * plan.devices
+    size = f"{format_three_digits(total / 1e12)} TB" if total >= 1e12 else f"{format_three_digits(total / 1e9)} GB"
+    return f"{size} in all: weights, gradients, optimizer; {total / plan.parameters.total:.3g} bytes a parameter"
 
 
 def _describe_present_speed(now: SpeedNow, contended: bool) -> str:
@@ -542,6 +556,11 @@ def list_warnings(plan: Plan) -> list[str]:
         warnings.append(
             f"speed: the host launches {plan.host.operators:,} operators at {plan.host.seconds_each * 1e6:.3g} µs and "
             "is slower than the device: larger micro-batches cost little"
+        )
+    for faster in plan.faster_sizes:
+        warnings.append(
+            f"{faster.key}: {faster.size:,} is not a multiple of 64: {faster.better:,} is "
+            f"{format_percent(faster.gain)} faster"
         )
     if plan.doubt:
         warnings.append(plan.doubt)

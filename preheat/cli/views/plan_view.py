@@ -126,20 +126,32 @@ def build_serving(result: JsonObject) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    d = result["device"]
+    d, batch = result["device"], result.get("batch")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     # A line each, explained below the table.
-    titles = ("weights", "cache", "size", "each", "fit", "longest", "prompt", "one", "all")
+    last = ("fit", "longest", "prompt", "one", "all") if batch is None else ("batch", "total", "devices", "tokens/s")
+    titles = ("weights", "cache", "size", "each", *last)
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number > 1 else "left", no_wrap=True)
     for f in result["formats"]:
         first = f["seconds_to_first_token"]
+        sizes = (format_memory(f["weights_gib"]), format_memory(f["cache_gib_per_row"]))  # one sequence of `length`
+        if batch is not None:
+            speed, needed = f["batch_tokens_per_second_at_most"], f["batch_devices"]
+            table.add_row(
+                f["weights"],
+                f["cache"],
+                *sizes,
+                format_memory(f["batch_cache_gib"]),
+                format_memory(f["batch_cache_gib"] + f["weights_gib"] * d["count"]),
+                "-" if needed is None else f"{needed:,}",
+                format_rate(speed) if speed is not None else "no room",
+            )
+            continue
         table.add_row(
             f["weights"],
             f["cache"],
-            format_memory(f["weights_gib"]),
-            # of one sequence of `length` tokens
-            format_memory(f["cache_gib_per_row"]),
+            *sizes,
             f"{f['rows']:,}",
             "-" if not f["rows"] else f"{f['longest_context']:,}" if f["longest_context"] < 1 << 30 else "any",
             "-" if first is None else f"{first * 1e3:,.0f} ms" if first < 1 else f"{first:,.1f} s",
@@ -151,6 +163,13 @@ def build_serving(result: JsonObject) -> Group:
     active = f" ({result['active_parameters']:,} active)" if idle else ""
     row_state = result["state_bytes_per_row"]
     state = f", a sequence {row_state / 2**20:,.1f} MiB of recurrent state" if row_state else ""
+    explained = (
+        "fit: how many sequences fit. longest: tokens of the longest sequence that fits. prompt: time to the first "
+        "token, by the FLOPs of the prompt. one, all: tokens/s of one sequence and of all that fit"
+        if batch is None
+        else f"batch: the cache of {batch:,} sequences over all devices. total: that and the weights. devices: the "
+        "fewest that hold the total, if they share weights and key-value heads. tokens/s: of the batch"
+    )
     measured = " (as copies reach it here; reading alone may go beyond)" if d["kind"] == "cpu" else ""
     return Group(
         Text(
@@ -166,10 +185,8 @@ def build_serving(result: JsonObject) -> Group:
         ),
         table,
         Text(
-            "size: of the weights. each: the cache of one sequence. fit: how many sequences fit. longest: tokens of "
-            "the longest sequence that fits. prompt: time to the first token, by the FLOPs of the prompt. one, all: "
-            "tokens/s of one sequence and of all that fit, at best: the memory's bandwidth over weights and caches"
-            f"{measured}. Embedding and head are in bf16.",
+            f"size: of the weights. each: the cache of one sequence. {explained}, at best: the memory's bandwidth over "
+            f"weights and caches{measured}. Embedding and head are in bf16.",
             style="dim",
         ),
     )

@@ -21,6 +21,7 @@ from preheat.errors import RunError
 from preheat.inference.load import load_model
 from preheat.models.configs import is_remote_code
 from preheat.models.conversions.architecture import describe_unsupported_modules
+from preheat.models.conversions.modules import FeedForward, RMSNorm
 from preheat.models.hf import auto_class, head
 from preheat.models.moe import biases, has_bias
 from preheat.models.vision import copy_processor, draw_image
@@ -89,7 +90,8 @@ def write_held(
         no token does; note lists properties that the folder cannot express, or is "".
 
     Raises:
-        RunError: no run or checkpoint; `out` exists or cannot be written; transformers does not have the architecture;
+        RunError: no run or checkpoint; `out` exists or cannot be written; neither transformers nor preheat has a class
+            of the architecture that a folder could name;
             the reloaded model differs by more than the tolerance.
     """
     import transformers
@@ -98,7 +100,8 @@ def write_held(
     require_new(out, run)
     opened = load_model(run, base=base)
     model: PreTrainedModel = opened.build.trained[0]
-    if beyond := describe_unsupported_modules(model):
+    own_class = final and _is_rms_norm_gpt2(model)
+    if not own_class and (beyond := describe_unsupported_modules(model)):
         raise RunError(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and "
             "generate from the run itself"
@@ -145,6 +148,8 @@ def write_held(
         model = _build_classifier(model, pad, run)
     # After merging in fp32: one rounding instead of two.
     model.to(saved_dtype)
+    if own_class:
+        model = _to_rms_norm_class(model)
     # The folder must keep the relation, or training it further would update one matrix only.
     tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.set_attn_implementation("eager")  # the folder must not name our own attention
@@ -157,7 +162,7 @@ def write_held(
     ends = set_end_tokens(model, opened)
     tokenizer = end_texts(opened.tokenizer) if classifies else ends.tokenizer
     notes += [] if classifies else ends.notes
-    runs = is_remote_code(model.config, opened.recipe.model.trust_remote_code)
+    runs = own_class or is_remote_code(model.config, opened.recipe.model.trust_remote_code)
     name = str(saved_dtype).removeprefix("torch.")
     with NewFolder(out) as folder:
         # `write` returns why the layout cannot represent the model; then the text part alone is saved.
@@ -213,7 +218,8 @@ def write_held(
             **vars(perplexity),
             note="; ".join(notes),
         )
-        use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
+        more = ", trust_remote_code=True" if own_class else ""
+        use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained("."{more})'
         model_card.write_export(
             folder,
             run,
@@ -224,6 +230,27 @@ def write_held(
             pipeline=pipeline,
         )
     return summary, held_text
+
+
+def _is_rms_norm_gpt2(model: PreTrainedModel) -> bool:
+    """True for a GPT-2 with the technique `rms_norm`, of which a folder can hold the class itself."""
+    kinds = {type(module) for module in model.modules()}
+    return model.config.model_type == "gpt2" and RMSNorm in kinds and not {FeedForward, ClassHead} & kinds
+
+
+def _to_rms_norm_class(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the same weights in the class whose code is saved with them."""
+    from preheat.compress.export.modeling_gpt2_rms_norm import GPT2RMSNormConfig, GPT2RMSNormLMHeadModel
+
+    GPT2RMSNormConfig.register_for_auto_class()
+    GPT2RMSNormLMHeadModel.register_for_auto_class("AutoModelForCausalLM")
+    folded = any(isinstance(module, RMSNorm) and module.bias is not None for module in model.modules())
+    values = {**model.config.to_dict(), "model_type": GPT2RMSNormConfig.model_type, "rms_norm_folded": folded}
+    with torch.device("meta"):
+        own = GPT2RMSNormLMHeadModel(GPT2RMSNormConfig.from_dict(values))
+    own.load_state_dict(model.state_dict(), assign=True)
+    own.tie_weights()
+    return own.eval()
 
 
 def _pad(tokenizer: PreTrainedTokenizerFast, run: str | Path) -> int:

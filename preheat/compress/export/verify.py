@@ -149,12 +149,12 @@ def tokenize_samples(tokenizer: PreTrainedTokenizerFast, positions: int, extra: 
 
 
 def note_code(folder: Path) -> list[str]:
-    """Returns a note if a written folder contains Python code, which transformers copies from the original model."""
+    """Returns a note if a written folder contains Python code: of the original model, or of a converted GPT-2."""
     names = sorted(file.name for file in folder.glob("*.py"))
     return (
         [
-            f"the folder contains Python code of the original model ({', '.join(names)}), which runs if it is opened "
-            "with trust_remote_code=True"
+            f"the folder contains Python code of the model ({', '.join(names)}), which runs if it is opened with "
+            "trust_remote_code=True"
         ]
         if names
         else []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = [
+    "KERNELS",
     "PrefixCache",
     "Timed",
     "Written",
@@ -34,6 +36,9 @@ __all__ = [
     "resolve_auto",
     "stop_tokens",
 ]
+
+KERNELS = {"cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "flash": "FLASH_ATTENTION", "math": "MATH"}
+"""Kernels of torch's attention that generation can be limited to -> torch's name."""
 
 _PASSES = 2000
 """Single-token passes from which compiling a model on a GPU pays off: compiling takes about one second per layer, and
@@ -143,6 +148,7 @@ def generate(
     kept: PrefixCache | None = None,
     draft: PreTrainedModel | None = None,
     timed: Timed | None = None,
+    kernel: str | None = None,
 ) -> list[Written]:
     """Continues each prompt.
 
@@ -163,6 +169,7 @@ def generate(
         kept: a cache to continue from and to leave for the next call; for a single prompt.
         draft: the model that `settings.draft_model` names.
         timed: receives token timings; for a single batch.
+        kernel: of torch's attention, a key of `KERNELS`; None: the fastest, on CPUs also preheat's.
 
     Returns:
         One `Written` per prompt.
@@ -209,10 +216,10 @@ def generate(
     texts: list[Written] = []
     # The generator of the CPU is always forked; a GPU's only if the model is there.
     devices = [device] if device.type == "cuda" else []
-    attention = _choose_attention(model, settings, alone)
+    attention = _choose_attention(model, settings, alone, kernel)
     with (
         torch.random.fork_rng(devices=devices),
-        _prepare_generation(model, attention, alone),
+        _prepare_generation(model, attention, alone, kernel),
         nullcontext()
         if draft is None
         else _prepare_generation(draft, _choose_attention(draft, Sample(), False), False),
@@ -283,11 +290,12 @@ def _describe_uncompilable(model: PreTrainedModel, settings: Sample) -> str:
     return describe_missing_compiler(model.device.type)
 
 
-def evaluate_cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
+def evaluate_cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample, kernel: str | None = None) -> float:
     """Mean loss per token in nats with the cache and window of `settings`: measures their cost in quality.
 
     Args:
         rows: tokens [rows, length], one text per row.
+        kernel: as in `generate`.
     """
     import torch
 
@@ -296,7 +304,7 @@ def evaluate_cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample)
     alone = has_attention_pattern(model)
     _require(model, settings, alone, True, None)
     total = 0.0
-    with _prepare_generation(model, _choose_attention(model, settings, alone), alone):
+    with _prepare_generation(model, _choose_attention(model, settings, alone, kernel), alone, kernel):
         # One row per pass, so that each row has a cache of its own and none needs padding.
         for row in rows.to(model.device):
             cache = {} if alone else pass_cache(model, make_cache(model.config, settings, len(row)))
@@ -381,20 +389,66 @@ def _has_own_cache(model: PreTrainedModel) -> bool:
     return not model._supports_default_dynamic_cache() or not has_token_cache(model.config)
 
 
-def _choose_attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
-    """The name of the attention implementation for generation."""
+def _choose_attention(model: PreTrainedModel, settings: Sample, alone: bool, kernel: str | None = None) -> str:
+    """The name of the attention implementation for generation.
+
+    Raises:
+        RecipeError: the model's attention does not use the kernel that is asked for.
+    """
+    plain = _choose_plain_attention(model)
+    if kernel is not None:
+        _require_kernel(model, settings, kernel, chooses=plain == "sdpa" and not alone)
+        return plain
     if alone:
         return STANDALONE
     from preheat.models.generation.kv_cache import register_cache_attention
 
-    plain = _choose_plain_attention(model)
     # Models that do not dispatch through transformers' attention registry select sdpa by name.
     ours = model._supports_attention_backend and model.device.type == "cpu" and plain == "sdpa"
     return register_cache_attention(settings.window) if ours or settings.window is not None else plain
 
 
+def _require_kernel(model: PreTrainedModel, settings: Sample, kernel: str, *, chooses: bool) -> None:
+    """Raises RecipeError if torch's attention cannot use the kernel for this model.
+
+    Args:
+        chooses: the model calls torch's attention, which has several kernels.
+    """
+    import torch
+
+    from preheat.models.layer_sizes import head_dim
+
+    if not chooses or settings.window is not None:
+        raise RecipeError(
+            f"efficient_attention.kernel: {kernel}: this model generates with a mask or attention of its own "
+            "(patterns, capped scores, ALiBi, sample.window), which has no choice of kernels; leave it out"
+        )
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    name = str(dtype).removeprefix("torch.")
+    probe = torch.zeros(1, 1, 8, head_dim(model.config.get_text_config()), dtype=dtype, device=model.device)
+    try:
+        # torch warns of each reason, and raises without them.
+        with _use_kernel(kernel), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.nn.functional.scaled_dot_product_attention(probe, probe, probe, is_causal=True)
+    except RuntimeError:
+        raise RecipeError(
+            f"efficient_attention.kernel: {kernel}: torch has no such kernel for {name} and heads of "
+            f"{probe.shape[-1]} on {model.device.type}; math supports everything"
+        ) from None
+
+
+def _use_kernel(kernel: str) -> AbstractContextManager[None]:
+    """Context manager in which torch's attention uses no other kernel."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, KERNELS[kernel]))
+
+
 @contextmanager
-def _prepare_generation(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
+def _prepare_generation(
+    model: PreTrainedModel, attention: str, alone: bool, kernel: str | None = None
+) -> Iterator[None]:
     """Puts the model into eval mode with the given attention and without its folder's generation settings."""
     import torch
     from transformers import GenerationConfig
@@ -407,7 +461,11 @@ def _prepare_generation(model: PreTrainedModel, attention: str, alone: bool) -> 
     model.generation_config = GenerationConfig()  # the folder's end token must not end texts unasked
     try:
         # Recomputed sequences have a new length each time: a compiled layer would recompile for each.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if alone else nullcontext():
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager") if alone else nullcontext(),
+            nullcontext() if kernel is None else _use_kernel(kernel),
+        ):
             yield
     finally:
         if parallel is None:

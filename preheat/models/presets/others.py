@@ -3,7 +3,7 @@ prediction module).
 
 Sources: arXiv:2310.06825, arXiv:2401.04088 (Mixtral), arXiv:2304.01373 (Pythia), arXiv:2211.05100 (BLOOM),
 arXiv:2405.04434 and arXiv:2412.19437 (DeepSeek); litgpt's config.py (StableLM, Mistral v0.2, Pythia 14M and 31M).
-BLOOM and DeepSeek V2 cannot be trained (`NOT_TRAINED` says why): only their weights and KV caches can be planned.
+DeepSeek V2 cannot be trained (`NOT_TRAINED` says why): only its weights and KV cache can be planned.
 GPT-2's dropout is left out: its 0.1 is for many epochs over little text, and fused attention has none.
 """
 

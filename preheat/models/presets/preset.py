@@ -20,7 +20,6 @@ OWN = "its tokenizer's own"
 TIED: JsonObject = {"tie_word_embeddings": True}
 _INDEXER = "attends to positions that an indexer chooses, which preheat's kernels do not support"
 NOT_TRAINED = {
-    "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not support",
     "deepseek_v2": "has a router and rotary positions of its own, which preheat does not support",
     "deepseek_v32": _INDEXER,
     "deepseek_v4": "attends to compressed positions, which preheat's kernels do not support",

@@ -25,7 +25,7 @@ from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
 from preheat.planning.speed.flop_formulas import FUSED
 
-__all__ = ["Roofline", "Seconds", "estimate_fused_share", "estimate_link_seconds"]
+__all__ = ["Roofline", "Seconds", "estimate_fused_share", "estimate_link_seconds", "parse_output"]
 
 # Of memory bandwidth, reached by kernels over large tensors (device copies on H100 and H200: 0.82 to 0.90).
 _BANDWIDTH = 0.85
@@ -94,6 +94,12 @@ _TILE = 128  # rows and columns of the output tile of one SM
 # The least side of a tile, and the least part of the inner dimension for one SM. With tiles of 128 and whole inner
 # dimensions the adapters' fp32 matmuls on an H100 were planned 3.7 times too slow (benchmarks/results/published.md).
 _NARROW, _SPLIT = 32, 256
+# A row of a half-precision operand whose length is no multiple of 16 bytes needs kernels with narrow loads. Their share
+# of the rate: 107 to 116 TFLOP/s for 2,055 to 2,073 against 156 for 2,040 on an RTX 4090 (pytorch/pytorch issue
+# 181718), and 10 ms against 14 ms for a padded head (PaddlePaddle/models pull request 5134). Hopper's and later data
+# center generations have other kernels, for which no such figure is known.
+_ALIGNED, _UNALIGNED = 8, 0.71
+_NARROW_LOADS = frozenset({"volta", "turing", "ampere", "ada", "blackwell-rtx"})
 # Of the L2 cache, filled by what a kernel reads and writes: repeated kernels keep the cache's rate up to 0.77 (A40),
 # 0.78 (A100), 0.84 (H200) and 0.88 (L40) of its size, by the source of the rates (hardware/catalogue.py).
 _CACHED = 0.75
@@ -240,6 +246,8 @@ class Roofline:
     def _time_matmul(self, kernel: Kernel) -> float:
         # max(FLOPs / rate, bytes / bandwidth): the two overlap within a kernel.
         full = _estimate_utilization(kernel, self.device.units)
+        if self.device.generation in _NARROW_LOADS and not _is_aligned(kernel):
+            full *= _UNALIGNED
         computing = kernel.flops / (self._find_rate(kernel.dtype) * full)
         # The weights of an adapter are small beside its activations; others come from memory.
         if _is_narrow(kernel):
@@ -399,7 +407,7 @@ def _estimate_utilization(kernel: Kernel, units: int | None) -> float:
     """Returns the SM utilization of a matmul under wave and tile quantization."""
     if units is None:
         return 1.0
-    (rows, columns), inner, batch = _parse_output(kernel)
+    (rows, columns), inner, batch = parse_output(kernel)
     if _is_narrow(kernel):
         # Kernels for narrow results have narrow tiles, and split the inner dimension until all SMs have work.
         tile = _choose_tile_edge(rows) * _choose_tile_edge(columns)
@@ -414,7 +422,18 @@ def _estimate_utilization(kernel: Kernel, units: int | None) -> float:
     return max(work / (waves * units), 1e-3)
 
 
-def _parse_output(kernel: Kernel) -> tuple[tuple[int, int], int, int]:
+def _is_aligned(kernel: Kernel) -> bool:
+    """True if the rows of a matmul's operands and result begin at multiples of 16 bytes, or are not half precision."""
+    if kernel.dtype not in ("bf16", "fp16"):
+        return True
+    (rows, columns), inner, _ = parse_output(kernel)
+    first, second = kernel.transposed[-2:] or (False, False)  # after an addend
+    # The dimension that is contiguous in memory, of both operands and the result.
+    lengths = (rows if first else inner, inner if second else columns, columns)
+    return not any(length % _ALIGNED for length in lengths)
+
+
+def parse_output(kernel: Kernel) -> tuple[tuple[int, int], int, int]:
     """Returns the (rows, columns) of a matmul's result, its inner dimension and its batch."""
     at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     # a: (..., rows, inner), b: (..., inner, columns).
@@ -424,7 +443,7 @@ def _parse_output(kernel: Kernel) -> tuple[tuple[int, int], int, int]:
 
 def _is_narrow(kernel: Kernel) -> bool:
     """True for the matmuls of an adapter, of which one side is narrower than a tile of the result."""
-    (rows, columns), inner, _ = _parse_output(kernel)
+    (rows, columns), inner, _ = parse_output(kernel)
     return min(rows, columns, inner) < _TILE
 
 

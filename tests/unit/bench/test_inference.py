@@ -71,6 +71,18 @@ def test_transformers_by_itself_writes_the_same_texts(model: str, data_folder: P
     assert (found.passes, found.drawn, found.cache_bytes) == (7, 14, theirs.about().cache_bytes[0])
 
 
+def test_a_kernel_of_torch_s_attention_writes_the_same_texts(model: str, data_folder: Path) -> None:
+    text = str(data_folder / "text" / "tinystories_train_excerpt.txt")
+    for kernel in ("math", "flash"):
+        worker = InferenceWorker(_job(model, {}, text=text, kernel=kernel))
+        worker.begin()
+        assert worker.measure(2, 24).texts == _texts(model, text)
+    missing = InferenceWorker(_job(model, {}, text=text, kernel="cudnn"))
+    missing.begin()
+    with pytest.raises(RecipeError, match=r"efficient_attention\.kernel: cudnn: torch has no such kernel for float32"):
+        missing.measure(2, 24)
+
+
 def test_transformers_by_itself_draws_no_weights_that_a_folder_does_not_name(model: str, tmp_path: Path) -> None:
     """Folders of `preheat compress` have codes in their place: it would write, as fast as from real ones."""
     from safetensors.torch import load_file, save_file

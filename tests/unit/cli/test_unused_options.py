@@ -11,7 +11,7 @@ import pytest
 
 from preheat.cli import app, main
 from preheat.cli.options.bench_options import InferenceBenchOptions, TechniqueBenchOptions
-from preheat.cli.options.plan_options import TrainingPlanOptions
+from preheat.cli.options.plan_options import ServingPlanOptions, TrainingPlanOptions
 from preheat.cli.options.unused import MODES
 
 PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
@@ -28,6 +28,7 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
         ([*PLAN, "--inference", "--set", "techniques.lora={}"], "--set 'techniques.lora={}'"),
         ([*PLAN, "--inference", "--method", "lora"], "--method 'lora'"),
         ([*PLAN, "--inference", "--batch-tokens", "4096"], "--batch-tokens 4096"),
+        ([*PLAN, "--batch", "4"], "--batch 4: would change nothing: it is for --inference"),
         ([*PLAN, "--inference", "--price", "2USD/h"], "--price '2USD/h'"),
         ([*PLAN, "--inference", "--out", "x.yaml"], "--out"),
         ([*PLAN, "--compute-budget", "1e21"], "MODEL|RECIPE 'llama-3.1-8b': would change nothing"),
@@ -102,7 +103,7 @@ def test_every_mode_names_parameters_of_its_command():
 @pytest.mark.parametrize(
     ("name", "jobs", "choose"),
     [
-        ("plan", (TrainingPlanOptions,), {"inference", "compute_budget", "prices", "schema"}),
+        ("plan", (TrainingPlanOptions, ServingPlanOptions), {"inference", "compute_budget", "prices", "schema"}),
         ("bench", (TechniqueBenchOptions, InferenceBenchOptions), {"inference"}),
     ],
 )

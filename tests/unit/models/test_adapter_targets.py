@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from preheat.engine.builder import build
 from preheat.errors import SettingError
-from preheat.models import adapter_targets, hf, moe
+from preheat.models import adapter_targets, alibi, hf, moe
 from preheat.ops.adapters.peft_layers import merge
 from preheat.techniques.lora import add_lora
 
@@ -28,7 +28,9 @@ KINDS = ("qwen3_next", "nemotron_h", "gpt_oss", "lfm2_moe", "glm4_moe")
 
 def on_meta(name: str) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(tiny_config(name))
+        model = AutoModelForCausalLM.from_config(tiny_config(name))
+    alibi.replace_alibi(model)
+    return model
 
 
 # The difference to peft's all-linear -> why.

@@ -15,7 +15,7 @@ from preheat.core.registry import problems_of
 from preheat.engine import builder
 from preheat.engine.builder import build_context
 from preheat.errors import RecipeError
-from preheat.models import hf, moe
+from preheat.models import alibi, hf, moe
 from preheat.models.sinks import attend_with_sinks, cut_into_chunks
 from preheat.models.split_mixers import count_split_mixers
 from preheat.models.token_mixers import find_attentions, find_cache, find_recurrent_mixers, pass_cache, split_documents
@@ -26,8 +26,8 @@ from ...architectures.columns import Subject, write_data
 from ...architectures.tiny import ARCHITECTURES, create_model, tiny_config
 from ...conftest import DEVICE
 
-# One of each kind: delta net, Mamba 2 with experts, sinks with windows, convolution, shared keys, chunks.
-KINDS = ["qwen3_5_text", "granitemoehybrid", "gpt_oss", "lfm2", "gemma4_text", "llama4_text"]
+# One of each kind: delta net, Mamba 2 with experts, sinks with windows, convolution, shared keys, chunks, ALiBi.
+KINDS = ["qwen3_5_text", "granitemoehybrid", "gpt_oss", "lfm2", "gemma4_text", "llama4_text", "bloom", "mpt"]
 REFUSED = {"stablelm": "does not let its layers use preheat"}
 
 TECHNIQUES = "efficient_attention: {}, chunked_loss: {rows: 40}, activation_checkpointing: {}"
@@ -77,6 +77,7 @@ def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> 
         config = tiny_config(name)
         with torch.device("meta"):
             model = create_model(config)
+        alibi.replace_alibi(model)
         layers = hf.find_anatomy(model).layers
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
         assert len(layers) == config.num_hidden_layers

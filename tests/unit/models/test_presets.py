@@ -214,10 +214,9 @@ def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
         resolve_hub_name("Qwen/Qwen3-9B")
 
 
-@pytest.mark.parametrize("name", ["bloom-560m", "deepseek-v2-lite"])
-def test_what_the_adapter_cannot_train_says_why(name: str) -> None:
+def test_what_the_adapter_cannot_train_says_why() -> None:
     with pytest.raises(RecipeError, match=r"cannot be trained here; preheat plan --inference"):
-        hf.configure(_recipe(name))
+        hf.configure(_recipe("deepseek-v2-lite"))
 
 
 def _peak(seen: Observation) -> float:

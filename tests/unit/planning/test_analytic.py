@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import csv
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from preheat.errors import RecipeError
 from preheat.models import configs
-from preheat.planning.analytic import compute_optimal, count_model_parameters, estimate_serving, estimate_state_bytes
+from preheat.planning.analytic import (
+    ModelSize,
+    compute_optimal,
+    count_model_parameters,
+    estimate_serving,
+    estimate_state_bytes,
+)
 from preheat.planning.dry_run import observe
 from preheat.planning.kv_cache_size import count_cache_bytes
 from preheat.planning.request import Request
@@ -84,6 +91,26 @@ def test_serving_fills_what_weights_leave() -> None:
     assert half.rows < eighth.rows < quarter.rows
     assert estimate_serving(model, memory=8 * GIB, length=4096)[0].rows == 0
     assert half.tokens_per_second == pytest.approx(1e12 * 5 / (half.weights + 5 * half.cache))
+
+
+def test_a_batch_is_served_by_the_devices_that_hold_its_cache() -> None:
+    import transformers
+
+    # A PaLM of 540B with 48 key-value heads of 128: 3 TB at 512 sequences of 2,048 tokens (arXiv:2211.05102, section 3.3).
+    palm = transformers.LlamaConfig(hidden_size=18432, num_attention_heads=48, head_dim=128, num_hidden_layers=118)
+    model = ModelSize(palm, 540_000_000_000, ends=0)
+    ask = {"memory": 80 * GIB, "length": 2048, "bandwidth": 2e12, "batch": 512}
+    whole, *_ = estimate_serving(model, **ask, devices=64)
+    assert whole.batch is not None
+    assert whole.batch.cache == 2 * 118 * 48 * 128 * 2 * 512 * 2048  # 3.04e12
+    devices = whole.batch.devices
+    assert devices is not None
+    for count, fits in ((devices, True), (devices - 1, False)):
+        assert (estimate_serving(model, **ask, devices=count)[0].rows >= 512) is fits
+    # With 8 devices nothing fits, and one head's cache alone is larger than this device.
+    assert estimate_serving(model, **ask | {"memory": 40 * GIB}, devices=8)[0].batch == replace(
+        whole.batch, devices=None, tokens_per_second=None
+    )
 
 
 def test_a_budget_is_spent_as_in_the_paper() -> None:

@@ -14,7 +14,7 @@ import torch
 from preheat import recipe as recipes
 from preheat.cli.views.plan_answer import list_warnings
 from preheat.core import Axis
-from preheat.core.plan import HostLaunches
+from preheat.core.plan import HostLaunches, Plan
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.ops.dry_run_loops import count_turns, fold_identical
@@ -30,6 +30,7 @@ from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import estimate_kernel_seconds, estimate_step_seconds, find_limiting_host
+from preheat.recipe import override
 
 from ...conftest import tiny
 
@@ -158,6 +159,42 @@ def test_a_product_is_limited_by_flops_or_by_bytes() -> None:
     moving = (2 * (8192 * 16 + 16 * 8448) + 2 * 8192 * 8448) / (3.35e12 * 0.85)
     assert narrow == pytest.approx(moving + 2 * 8192 * 16 * 8448 / h100.device.sustained()["bf16"], rel=0.01)
     assert seconds(128, 8192, 128) > large / 64 / 66 * 50  # one tile leaves 131 of 132 units idle
+
+
+def test_half_precision_rows_that_are_not_aligned_are_slower_on_gpus_that_were_measured() -> None:
+    def seconds(gpu: str, columns: int, dtype: str = "bf16", transposed: tuple[bool, ...] = (False, True)) -> float:
+        size = {"flops": 2 * 8192 * 4096 * columns, "shapes": ((8192, 4096), (4096, columns))}
+        return Roofline.of(gpu)._time_matmul(kernel("mm", dtype=dtype, transposed=transposed, **size))
+
+    # 393 tiles of 128 columns hold both.
+    assert seconds("A100", 50304) / seconds("A100", 50257) == pytest.approx(0.71, rel=1e-3)
+    assert seconds("RTX-4090", 2040) / seconds("RTX-4090", 2055) < 0.85
+    assert seconds("H100", 50304) == pytest.approx(seconds("H100", 50257))
+    assert seconds("A100", 50304, "fp32") == pytest.approx(seconds("A100", 50257, "fp32"))
+
+
+def test_a_plan_names_sizes_that_are_slower_than_the_next_multiple_of_64() -> None:
+    a100 = Roofline.of("A100")
+
+    def planned(model: str, vocabulary: int) -> Plan:
+        recipe = override(
+            tiny(rows=16, length=1024),
+            f"model={{{model}, num_layers: 2, hidden_size: 512, num_heads: 8, vocab_size: {vocabulary}}}",
+            "techniques={mixed_precision: {}, efficient_attention: {}}",
+        )
+        return plan(Request(recipe, a100.as_device, vocabulary=96, rates=a100))
+
+    slow = planned("family: llama", 50257)
+    (faster,) = slow.faster_sizes
+    assert (faster.key, faster.size, faster.better) == ("model.vocab_size", 50257, 50304)
+    # The gain is that of a plan with the larger size, less what the loss takes for 47 more columns.
+    better = planned("family: llama", 50304)
+    assert faster.gain == pytest.approx(better.tokens_per_second / slow.tokens_per_second - 1, rel=0.1)
+    assert faster.gain > 0.05
+    assert any(
+        line.startswith("model.vocab_size: 50,257 is not a multiple of 64: 50,304 is ") for line in list_warnings(slow)
+    )
+    assert better.faster_sizes == ()
 
 
 @pytest.mark.parametrize(
