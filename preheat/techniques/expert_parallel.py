@@ -14,6 +14,7 @@ Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -90,7 +91,7 @@ class ExpertParallel(Searchable):
         return "exact"
 
     def expert_degree(self, sizes: Mapping[Axis, int]) -> int:
-        return self.degree or sizes[_choose_axis(sizes)]
+        return self.degree or _count_devices(sizes)
 
     def check(self, context: Context) -> list[str]:
         model, sizes = context.model, context.sizes
@@ -98,9 +99,9 @@ class ExpertParallel(Searchable):
             return [f"shards experts, and {model.family} has none; leave it out"]
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
-        if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
-            return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
-        devices, degree = sizes[_choose_axis(sizes)], self.expert_degree(sizes)
+        if sizes[Axis.PIPELINE] > 1:
+            return ["does not go with the axis pipeline so far; leave one out"]
+        devices, degree = _count_devices(sizes), self.expert_degree(sizes)
         if devices < 2 or degree < 2:
             return [
                 "shards experts across devices, and there is one; start several with --nproc (or plan with --count) "
@@ -120,11 +121,11 @@ class ExpertParallel(Searchable):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        axis = _choose_axis(build.mesh.sizes)
+        axes = _choose_axes(build.mesh.sizes)
         degree = self.expert_degree(build.mesh.sizes)
-        alike, among = build.mesh.cut(axis, degree)
+        alike, among = build.mesh.cut(axes, degree)
         # Hybrid sharding: the same experts also exist in the other replicas.
-        if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
+        if Axis.SHARD in axes and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.combine_meshes(build.mesh.submesh(Axis.REPLICATE), alike)
         layers = shard_experts(part, among, alike)
         summary = (
@@ -134,7 +135,7 @@ class ExpertParallel(Searchable):
         return Change(summary, layers)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        devices = context.sizes[_choose_axis(context.sizes)]
+        devices = _count_devices(context.sizes)
         return [
             replace(self, degree=d)
             # Common divisors of devices and experts.
@@ -143,6 +144,14 @@ class ExpertParallel(Searchable):
         ]
 
 
-def _choose_axis(sizes: Mapping[Axis, int]) -> Axis:
-    """Returns the axis along which experts are split: the sharding axis if used, otherwise the replication axis."""
-    return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
+def _choose_axes(sizes: Mapping[Axis, int]) -> tuple[Axis, ...]:
+    """Returns the axes along which experts are split: the sharding axis if used, otherwise the replication axis.
+
+    The devices of a context group have other tokens too, whoever has the rows: experts are split among them as well.
+    """
+    data = Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
+    return (data, Axis.CONTEXT) if sizes[Axis.CONTEXT] > 1 else (data,)
+
+
+def _count_devices(sizes: Mapping[Axis, int]) -> int:
+    return math.prod(sizes[axis] for axis in _choose_axes(sizes))

@@ -66,11 +66,7 @@ def parallelize(
     from preheat.models import hf, tp_plan
     from preheat.ops.distributed import tensor_parallel
 
-    facts = hf.read_facts(model.config)
-    problems = tp_plan.find_problems(
-        facts.family, heads=facts.heads, kv_heads=facts.kv_heads, experts=facts.experts > 0, degree=mesh.size()
-    )
-    if problems:
+    if problems := tp_plan.find_problems(hf.read_facts(model.config), mesh.size()):
         raise ValueError(problems[0])
     return tensor_parallel.parallelize(
         model, tp_plan.tp_styles(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
@@ -135,9 +131,7 @@ class TensorParallel(Searchable):
             return [
                 "shards matrices across devices, and there is one; start several with --nproc (or plan with --count)"
             ]
-        problems = tp_plan.find_problems(
-            model.family, heads=model.heads, kv_heads=model.kv_heads, experts=model.experts > 0, degree=degree
-        )
+        problems = tp_plan.find_problems(model, degree)
         if self.regather and not self.sequence_parallel:
             problems.append(
                 "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"
