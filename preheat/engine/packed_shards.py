@@ -7,7 +7,7 @@ written as two entries, and read as two from a checkpoint of any layout.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -46,32 +46,33 @@ class _PackedShard(torch.Tensor):
     """A local part that tells torch's checkpoint planner which boxes of the full tensor it is.
 
     Attributes:
-        dim: dimension along which the boxes lie behind each other.
+        along: dimension along which the boxes lie behind each other.
         boxes: of each, the offsets in the full tensor and the sizes.
         full: shape of the full tensor.
     """
 
-    dim: int
+    along: int
     boxes: list[ChunkStorageMetadata]
     full: torch.Size
 
     @classmethod
-    def create(cls, t: DTensor) -> _PackedShard:
+    def create(cls, t: Any) -> _PackedShard:
+        """Describes the local part of a DTensor."""
         place = t.placements[-1]
         dim, parts = split_dim(place), parts_of(place)
         assert dim is not None
         sizes, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-        shard: Any = t.detach().to_local().as_subclass(cls)
+        shard: _PackedShard = t.detach().to_local().as_subclass(cls)
         size = (*sizes[:dim], sizes[dim] // parts, *sizes[dim + 1 :])
-        shard.dim, shard.full = dim, t.shape
+        starts = [offsets[dim] + n * t.shape[dim] // parts for n in range(parts)]
+        shard.along, shard.full = dim, t.shape
         shard.boxes = [
             ChunkStorageMetadata(
-                offsets=torch.Size((*offsets[:dim], offsets[dim] + n * t.shape[dim] // parts, *offsets[dim + 1 :])),
-                sizes=torch.Size(size),
+                offsets=torch.Size((*offsets[:dim], start, *offsets[dim + 1 :])), sizes=torch.Size(size)
             )
-            for n in range(parts)
+            for start in starts
         ]
-        return shard  # type: ignore[no-any-return]
+        return shard
 
     def size(self, *_: int) -> torch.Size:  # type: ignore[override]
         """The full size, which torch compares with that of the checkpoint."""
@@ -93,11 +94,11 @@ class _PackedShard(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         number = next(n for n, box in enumerate(self.boxes) if box.offsets == index.offset)
-        return self.as_subclass(torch.Tensor).chunk(len(self.boxes), self.dim)[number]
+        return self.as_subclass(torch.Tensor).chunk(len(self.boxes), self.along)[number]
 
 
 class Writer(dcp.HuggingFaceStorageWriter):
-    """torch's writer of safetensors files; writes the second part of a tensor into the file that `assign_parts` adds."""
+    """torch's writer of safetensors files; writes second parts of tensors into the files that `assign_parts` adds."""
 
     def _split_by_storage_plan(
         self, storage_plan: dict[str, int] | None, items: list[WriteItem]

@@ -3,7 +3,9 @@
 What: each of `degree` devices holds E / degree of the E experts. A layer sends each token to the devices of its experts
 by all-to-all, they compute, and the results return the same way; no token is dropped. The devices are neighbours within
 those of `fsdp` (or `data_parallel`), which does the rest: attention and everything else is sharded and reduced over all
-of them, an expert's weights and gradients over the devices that hold the same expert.
+of them, an expert's weights and gradients over the devices that hold the same expert. With `context_parallel`, devices
+that have other positions of a sequence may hold other experts too. With `tensor_parallel`, each device holds a part of
+its experts' width, and every device of a tensor group sends the tokens of its group.
 Helps: experts are most of such a model; FSDP alone gathers all of them on every device for every micro-batch, here only
 tokens travel, and each expert's matmul has more rows.
 Hurts: with uneven load, all ranks wait for the device with the busiest expert; the all-to-all overlaps with nothing;
@@ -84,8 +86,8 @@ class ExpertParallel(Searchable):
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     degree: NonNegativeInt = 0
-    """Devices that split the experts of a layer, neighbours among the data-parallel devices. 0: all of them, or all
-    within a replica of `fsdp`'s hybrid sharding."""
+    """Devices that split the experts of a layer, neighbours among the devices that split the batch or the sequence. 0:
+    all of them, or all within a replica of `fsdp`'s hybrid sharding."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -112,8 +114,10 @@ class ExpertParallel(Searchable):
         if model.experts % degree:
             return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
         rest = devices // degree
-        # FSDP shards each expert's matrices and biases, since dimension 0, the experts, is split already.
-        if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
+        # FSDP shards each expert's matrices and biases, since dimension 0, the experts, is split already; with tensor
+        # parallelism, the dimension that is not the expert's width.
+        inner = model.width if sizes[Axis.TENSOR] > 1 else 2 * model.expert_width
+        if sizes[Axis.SHARD] > 1 and (model.width % rest or inner % rest):
             return [
                 f"degree: leaves {rest} devices to shard each expert's matrices, and these do not divide both its "
                 f"width {2 * model.expert_width} and the model's {model.width}; use a larger degree"
@@ -128,9 +132,10 @@ class ExpertParallel(Searchable):
         if Axis.SHARD in axes and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.combine_meshes(build.mesh.submesh(Axis.REPLICATE), alike)
         layers = shard_experts(part, among, alike)
+        parts = f", 1/{tensor} of the width each" if (tensor := build.mesh.size(Axis.TENSOR)) > 1 else ""
         summary = (
             f"{build.model.experts} experts of {layers} layers over {degree} devices, "
-            f"{build.model.experts // degree} on each; tokens by all-to-all"
+            f"{build.model.experts // degree} on each{parts}; tokens by all-to-all"
         )
         return Change(summary, layers)
 

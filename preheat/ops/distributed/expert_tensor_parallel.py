@@ -78,7 +78,8 @@ def _place(module: nn.Module, key: str, p: Tensor, mesh: DeviceMesh, placement: 
     if not isinstance(p, DTensor):
         part = distribute_tensor(p, mesh, [placement], src_data_rank=None)
     else:
-        cut = distribute_tensor(p.detach().to_local(), mesh, [placement], src_data_rank=None).to_local()
+        own: Any = p.detach()
+        cut = distribute_tensor(own.to_local(), mesh, [placement], src_data_rank=None).to_local()
         both = Mesh.combine_meshes(p.device_mesh, mesh)
         part = DTensor.from_local(
             cut, both, [*p.placements, placement], run_check=False, shape=p.shape, stride=p.stride()
@@ -89,7 +90,7 @@ def _place(module: nn.Module, key: str, p: Tensor, mesh: DeviceMesh, placement: 
 class ExpertBlock(ParallelStyle):
     """Router, experts and shared experts of a layer; the modules inside have their local parts of parameters.
 
-    All ranks see the same tokens, so that their routers choose alike. Experts of a rank's part of the width give partial
+    All ranks see the same tokens, so that their routers choose alike. A rank's part of the experts' width gives partial
     outputs, which are summed into the stream between blocks: one all-reduce, or one reduce-scatter if it is split along
     the sequence.
 

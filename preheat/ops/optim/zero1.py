@@ -25,7 +25,7 @@ __all__ = ["ShardedOptimizer", "shard_optimizer"]
 
 
 def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns this rank's rows of a replicated tensor, or of its tensor-parallel shard, as a DTensor, sharing memory."""
+    """Returns this rank's rows of a replicated tensor, or of a tensor-parallel shard, as a DTensor, sharing memory."""
     # Along the first dimension of its mesh, a DTensor is replicated over the ranks that share the rows.
     others = t.placements[1:] if isinstance(t, DTensor) else ()
     whole = local(t.detach())
@@ -35,12 +35,10 @@ def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
     rows = whole[start : start + rows_per_rank]
     if not isinstance(t, DTensor) or not others:
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-    # With the tensor axis, so that a checkpoint has the states of all its ranks. Rows that it has split are split again.
+    # With the tensor axis, so that a checkpoint has the states of all its ranks. Rows that it splits are split again.
     parts = math.prod(t.device_mesh.size(n) for n, place in enumerate(others, 1) if split_dim(place) == 0)
     first = _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
-    return DTensor.from_local(
-        rows, t.device_mesh, [first, *others], run_check=False, shape=t.shape, stride=t.stride()
-    )
+    return DTensor.from_local(rows, t.device_mesh, [first, *others], run_check=False, shape=t.shape, stride=t.stride())
 
 
 @contextmanager
