@@ -52,13 +52,20 @@ LAYOUTS: dict[str, tuple[list[tuple[int, str]], list[tuple[int, str]]]] = {
         ],
     ),
     "qwen3_moe": (
-        [(4, "{fsdp: {replicate: 2}, expert_parallel: {}}"), (4, "{data_parallel: {}, expert_parallel: {degree: 2}}")],
+        [
+            (4, "{fsdp: {replicate: 2}, expert_parallel: {}}"),
+            (4, "{data_parallel: {}, expert_parallel: {degree: 2}}"),
+            (4, "{fsdp: {}, expert_parallel: {}, tensor_parallel: {degree: 2}}"),
+            (4, "{data_parallel: {}, zero1: {}, tensor_parallel: {degree: 2}}"),
+        ],
         [
             (1, "{}"),
             (2, "{fsdp: {}, expert_parallel: {}}"),
             (2, "{fsdp: {}}"),
             (4, "{fsdp: {}}"),
             (4, "{data_parallel: {}, expert_parallel: {degree: 2}}"),
+            (4, FSDP_TP),
+            (4, "{data_parallel: {}, context_parallel: {kind: ring, degree: 2}, expert_parallel: {}}"),
         ],
     ),
 }
