@@ -181,10 +181,11 @@ class Mesh:
         return self.combine_meshes(self.submesh(outer), self.submesh(*inner))
 
     @functools.cache  # noqa: B019
-    def cut(self, axis: Axis, inner: int) -> tuple[DeviceMesh, DeviceMesh]:
-        """Splits an axis into groups of `inner` neighbours; returns torch's meshes across and within the groups."""
-        names = (f"{axis}_outer_{inner}", f"{axis}_inner_{inner}")
-        both = self.submesh(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
+    def cut(self, axes: tuple[Axis, ...], inner: int) -> tuple[DeviceMesh, DeviceMesh]:
+        """Splits some axes combined into groups of `inner` neighbours; returns torch's meshes across and within the
+        groups."""
+        names = (f"{'_'.join(axes)}_outer_{inner}", f"{'_'.join(axes)}_inner_{inner}")
+        both = self.submesh(*axes)._unflatten(0, (self.size(*axes) // inner, inner), names)
         return both[names[0]], both[names[1]]
 
     @staticmethod

@@ -346,6 +346,8 @@ def write(
     """
     import torch.distributed.checkpoint as dcp
 
+    from preheat.engine import packed_shards
+
     final = folder / f"step-{content.step}"
     temporary = folder / f"step-{content.step}.writing"
     # The content goes to a name that no reader looks for; the last act is the rename.
@@ -358,15 +360,18 @@ def write(
         # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
         own = {name: t.nbytes for name, t in content.tensors.items()}
         # Merged in the order of ranks, so that every rank derives the same file numbers.
-        sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
+        packed = {name for name, t in content.tensors.items() if packed_shards.is_packed(t)}
+        gathered = all_gather_object(build, (own, packed), group)
+        sizes = {name: bytes for part, _ in gathered for name, bytes in part.items()}
         numbers = _assign_files(sizes, file_per_tensor=file_per_tensor)
         # safetensors aborts the process if it gets no memory, so the room is tested where an error can be raised.
         require_room(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
         )
-        writer = dcp.HuggingFaceStorageWriter(str(temporary), fqn_to_index_mapping=numbers, save_distributed=many)
+        numbers = packed_shards.assign_parts(numbers, sorted(set().union(*(names for _, names in gathered))))
+        writer = packed_shards.Writer(str(temporary), fqn_to_index_mapping=numbers, save_distributed=many)
         # A collective: torch's planner makes each rank write its shards, and one rank what all of them hold.
-        dcp.save(content.tensors, storage_writer=writer, process_group=group, no_dist=not many)
+        dcp.save(packed_shards.as_boxes(content.tensors), storage_writer=writer, process_group=group, no_dist=not many)
         # Random generators differ by rank, and each rank resumes with its own.
         generators = all_gather_object(build, content.generators, group)
         # Each rank hashes and syncs the files that it wrote, in parallel with the others.
@@ -797,6 +802,8 @@ def load(build: Build, path: Path) -> Progress:
     import torch
     import torch.distributed.checkpoint as dcp
 
+    from preheat.engine import packed_shards
+
     state = read_progress(path)
     # A rank beyond the world size of the saved run starts with the generators of rank 0.
     rank = build.mesh.rank if build.mesh.rank < state.world else 0
@@ -808,7 +815,7 @@ def load(build: Build, path: Path) -> Progress:
         # A run may move AdamW to the host: its weights in the checkpoint are fp32, and are the masters there.
         masters = {name: p for name, p in _find_masters(build).items() if name not in stored}
         read = {name: t for name, t in tensors.items() if name not in masters}
-        dcp.load(read, storage_reader=reader, no_dist=build.mesh.world == 1)
+        dcp.load(packed_shards.as_boxes(read), storage_reader=reader, no_dist=build.mesh.world == 1)
         with torch.no_grad():
             for name, p in masters.items():
                 tensors[name].copy_(p)
@@ -830,7 +837,9 @@ def load_weights(build: Build, path: Path) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
+    from preheat.engine import packed_shards
+
     # A subset is enough: torch reads the requested names only and ignores the rest.
     tensors = {name: t for name, t in _collect_tensors(build).items() if name.startswith("model.")}
     with _convert_read_errors(path):
-        dcp.load(tensors, storage_reader=_build_reader(path), no_dist=build.mesh.world == 1)
+        dcp.load(packed_shards.as_boxes(tensors), storage_reader=_build_reader(path), no_dist=build.mesh.world == 1)

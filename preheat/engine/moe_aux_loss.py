@@ -132,6 +132,11 @@ class _Balance:
                 "the pass over a global batch is not the engine's: the balance of its experts is not known"
             )
             counts = self.counts if self.counts is not None else self._sum_over_ranks(tokens.sum(0))
+            tensor = self.build.mesh.size(Axis.TENSOR)
+            if tensor > 1 and sums.requires_grad:
+                # Each device of the tensor axis has the whole gradient by the probabilities, and the gradients of
+                # routers are summed over them, because those by the routing weights are partial.
+                sums.register_hook(lambda grad: grad / tensor)
             # Times the weight, because the caller divides the sum of losses by it.
             term = compute_balance_part(counts, sums, self.chosen) * self.weight
             metrics[BALANCE] = term.detach()

@@ -22,7 +22,7 @@ from preheat.interop.keys import (
     take,
 )
 from preheat.interop.reading import Format
-from preheat.interop.settings import Settings
+from preheat.interop.settings import Settings, split_experts
 from preheat.interop.torch_keys import adapt_to_planner, split_global_batch
 from preheat.interop.trainer_defaults import MEGATRON as DEFAULTS
 from preheat.models import presets
@@ -237,6 +237,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     """Applies Megatron's own rules between arguments."""
     notes = _finish_model(settings, entries)
     _check_devices(settings, entries)
+    notes += split_experts(settings, default=settings.tensor_parallel)
     notes += _finish_batch(settings, entries)
     notes += _finish_sharding(settings, entries)
     notes += _finish_pipeline(settings, entries)
@@ -616,7 +617,7 @@ MEGATRON = Format(
         "pipeline_model_parallel_size": take("pipeline_parallel", Entry.whole),
         "context_parallel_size": take("context_parallel", Entry.whole),
         "expert_model_parallel_size": take("expert_parallel", Entry.whole),
-        "expert_tensor_parallel_size": assume("experts are split as expert_model_parallel_size says"),
+        "expert_tensor_parallel_size": take("expert_tensor", Entry.whole),
         "sequence_parallel": switch("sequence_parallel"),
         "num_layers_per_virtual_pipeline_stage": _read_virtual,
         "num_virtual_stages_per_pipeline_rank": _read_virtual,

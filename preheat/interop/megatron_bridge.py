@@ -14,7 +14,7 @@ from pathlib import Path
 from preheat.interop.hf_keys import LOGGING, SAVING, find_source, read_beta, read_of_source, read_warmup
 from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Takes, assume, ignore, refuse, switch, take
 from preheat.interop.reading import Format
-from preheat.interop.settings import Settings
+from preheat.interop.settings import Settings, split_experts
 from preheat.interop.torch_keys import adapt_to_planner, last_name, split_global_batch
 from preheat.interop.trainer_defaults import MEGATRON_BRIDGE as DEFAULTS
 from preheat.interop.trainer_defaults import MEGATRON_BRIDGE_PEFT, MEGATRON_BRIDGE_SFT
@@ -217,7 +217,7 @@ MODEL: Mapping[str, Handler] = {
     "pipeline_model_parallel_size": take("pipeline_parallel", Entry.whole),
     "context_parallel_size": take("context_parallel", Entry.whole),
     "expert_model_parallel_size": take("expert_parallel", Entry.whole),
-    "expert_tensor_parallel_size": assume("experts are split among the devices of expert_model_parallel_size only"),
+    "expert_tensor_parallel_size": take("expert_tensor", Entry.whole),
     "virtual_pipeline_model_parallel_size": _read_virtual,
     "pipeline_model_parallel_layout": assume("layers are cut evenly into stages"),
     **_names(
@@ -370,7 +370,7 @@ _PRECISION: Mapping[str, Handler] = {
 
 def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     """Applies Megatron-Bridge's own rules between keys."""
-    notes = _finish_model(settings)
+    notes = [*_finish_model(settings), *split_experts(settings, default=settings.tensor_parallel)]
     lengths = [entries[name] for name in ("model.seq_length", "dataset.seq_length") if name in entries]
     if len({entry.whole() for entry in lengths}) > 1:
         raise lengths[1].error(f"{lengths[1].shown}: model.seq_length is {lengths[0].shown}; write one length in both")

@@ -12,7 +12,7 @@ from preheat.interop.keys import Assumed, Entry, Handler, NoEffect, Outcome, Tak
 from preheat.interop.megatron_bridge import MODEL, OPTIMIZER, SCHEDULER, TRAIN, finish_megatron
 from preheat.interop.ms_swift import FULL_RATE, MEGATRON_KEYS, MS_SWIFT
 from preheat.interop.reading import Format
-from preheat.interop.settings import Settings
+from preheat.interop.settings import Settings, split_experts
 from preheat.interop.torch_keys import split_global_batch
 from preheat.interop.trainer_defaults import MEGATRON_SWIFT as DEFAULTS
 
@@ -33,7 +33,7 @@ def _read_fp8(settings: Settings, entry: Entry) -> Outcome:
 
 def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     """Applies the rules of `megatron sft`."""
-    notes = []
+    notes = split_experts(settings, default=settings.tensor_parallel)
     if "lr" not in entries and settings.adapter is None:
         settings.learning_rate = FULL_RATE
     pretrains = "command" in entries and str(entries["command"].value).endswith("pt")

@@ -143,6 +143,7 @@ class Settings:
     pipeline_schedule: str = "1f1b"
     stages: int | None = None
     expert_parallel: int = 1
+    expert_tensor: int | None = None
     sequence_parallel: bool = False
     regather: bool = False
     loss_parallel: bool = False
@@ -159,7 +160,8 @@ class Settings:
         if self.devices is None and (self.processes or self.nodes > 1):
             return (self.processes or 1) * self.nodes
         shards = max(self.shard_size or 1, 1) * max(self.replicas, 1)
-        return self.devices or max(shards * self.model_parallel, self.expert_parallel * self.pipeline_parallel)
+        experts = self.expert_parallel * (self.expert_tensor or 1) * self.pipeline_parallel
+        return self.devices or max(shards * self.model_parallel, experts)
 
     @property
     def ranks(self) -> int:
@@ -270,6 +272,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "pipeline_schedule": ("techniques.pipeline_parallel.schedule",),
     "stages": ("techniques.pipeline_parallel.stages",),
     "expert_parallel": ("techniques.expert_parallel", "parallel.devices"),
+    "expert_tensor": ("techniques.tensor_parallel", "techniques.expert_parallel.degree"),
     "sequence_parallel": ("techniques.tensor_parallel.sequence_parallel",),
     "regather": ("techniques.tensor_parallel.regather",),
     "loss_parallel": ("techniques.tensor_parallel.loss_parallel",),
@@ -477,6 +480,27 @@ def _build_optimizer(settings: Settings) -> JsonObject:
             return {family: {}}
     bits = next((bits for end, bits in _LOW_BIT.items() if end in name), None)
     return {} if bits is None else {"low_bit_adamw": {"bits": bits}}
+
+
+def split_experts(settings: Settings, default: int) -> list[str]:
+    """Plans each expert's matrices over all devices of the tensor axis, as preheat splits them; returns the difference.
+
+    Experts that are whole there are on as many more devices of expert parallelism, so each holds as much.
+
+    Args:
+        default: devices that split the matrices of an expert if the file does not say.
+    """
+    stated, tensor = settings.expert_tensor or default, settings.tensor_parallel
+    unstated, settings.expert_tensor = settings.expert_tensor is None, tensor
+    before = settings.expert_parallel
+    if stated == tensor or (unstated and before == 1):
+        return []
+    if before * stated % tensor == 0:
+        settings.expert_parallel = before * stated // tensor
+    return [
+        f"{before} x {stated} devices split the experts and their matrices, planned as {settings.expert_parallel} x "
+        f"{tensor}: each expert's matrices are split over the tensor axis"
+    ]
 
 
 def _build_parallelism(settings: Settings) -> JsonObject:

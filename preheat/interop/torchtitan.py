@@ -21,7 +21,7 @@ from preheat.interop.keys import (
     take,
 )
 from preheat.interop.reading import Format
-from preheat.interop.settings import Settings
+from preheat.interop.settings import Settings, split_experts
 from preheat.interop.torch_keys import adapt_to_planner, read_betas, read_optimizer_class, split_global_batch
 from preheat.interop.trainer_defaults import TORCHTITAN as DEFAULTS
 from preheat.interop.trainer_defaults import TORCHTITAN_REGISTRY
@@ -257,12 +257,6 @@ def _read_pipeline_batch(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("micro_batch",), "in a pipeline")
 
 
-def _read_expert_tensor(settings: Settings, entry: Entry) -> Outcome:
-    if entry.whole() == 1:
-        return NoEffect("experts' matrices are not split")
-    return Assumed("experts are split as expert_parallel_degree says")
-
-
 def _read_loss_parallel(settings: Settings, entry: Entry) -> Outcome:
     settings.loss_parallel = not entry.truth()
     return Takes(("loss_parallel",))
@@ -393,6 +387,8 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     _finish_compiler(settings, entries)
     _finish_checkpointing(settings, entries)
     notes = _finish_degrees(settings, entries)
+    if settings.expert_parallel > 1:  # otherwise the tensor axis splits the matrices of experts
+        notes += split_experts(settings, default=1)
     if settings.pipeline_parallel > 1:
         notes += _finish_pipeline(settings, entries)
     if settings.tensor_parallel > 1 and not settings.chunked_loss:
@@ -715,7 +711,7 @@ TORCHTITAN = Format(
         "parallelism.pipeline_parallel_last_stage_less_layers": ignore("belongs to a pipeline"),
         "parallelism.pipeline_parallel_expert_parallel_overlap": ignore("when tokens are sent"),
         "parallelism.expert_parallel_degree": take("expert_parallel", Entry.whole),
-        "parallelism.expert_tensor_parallel_degree": _read_expert_tensor,
+        "parallelism.expert_tensor_parallel_degree": take("expert_tensor", Entry.whole),
         "parallelism.expert_parallel_comm_backend": ignore("how tokens are sent to experts"),
         "parallelism.enable_async_tensor_parallel": ignore("when shards are sent"),
         "parallelism.enable_compiled_autograd": ignore("how the backward pass is compiled"),

@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from preheat.core import ModelFacts
 from preheat.core.tp_style import TpStyle
 from preheat.models.hf import find_anatomy
+from preheat.models.moe import all_experts, experts_of
 from preheat.models.token_mixers import find_attentions, find_recurrent_mixers
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ _LORA = {
 }
 
 
+_EXPERTS = re.compile(r"\.experts|\.shared_expert")
+"""Names in a plan of what `_style_block_of_experts` styles, whether a plan has them or not."""
+_SHARED = {"gate_proj": TpStyle.PARTIAL_COLUMNS, "up_proj": TpStyle.PARTIAL_COLUMNS, "down_proj": TpStyle.PARTIAL_ROWS}
+"""Styles of the linear layers of shared experts, by name."""
+
+
 def read_plan(family: str) -> Mapping[str, str]:
     """transformers' plan for the layers of a family: module names (`layers.*.mlp.up_proj`) -> style, or {}."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -46,21 +54,42 @@ def read_plan(family: str) -> Mapping[str, str]:
     return {name: style for name, style in (plan or {}).items() if name.startswith("layers.")}
 
 
-def find_problems(family: str, *, heads: int, kv_heads: int, experts: bool, degree: int) -> list[str]:
-    """Why the layers of a family cannot be sharded across `degree` devices; messages begin with the knob."""
+def _read_known_plan(family: str) -> dict[str, str]:
+    """The plan without experts, and without attention if it has a style that is not supported (latent attention)."""
     # The plan of a family with experts covers them, though a model may have none.
-    plan = {name: style for name, style in read_plan(family).items() if experts or ".experts" not in name}
-    if not plan:
+    plan = {name: style for name, style in read_plan(family).items() if not _EXPERTS.search(name)}
+    attention = {name: style for name, style in plan.items() if _is_attention(name)}
+    if all(style in _STYLES for style in attention.values()):
+        return plan
+    return {name: style for name, style in plan.items() if name not in attention}
+
+
+def _is_attention(name: str) -> bool:
+    return "attn" in name or "attention" in name
+
+
+def find_problems(model: ModelFacts, degree: int) -> list[str]:
+    """Why the layers of a model cannot be sharded across `degree` devices; messages begin with the knob."""
+    family = model.family
+    plan = _read_known_plan(family)
+    if not plan and not model.experts:
         return [f"degree: transformers has no tensor parallel plan for {family}; use fsdp, or a llama or qwen3"]
-    strange = sorted({style for style in plan.values() if style not in _STYLES})
-    if strange:
-        return [f"degree: the plan of {family} shards experts ({', '.join(strange)}), which is not supported; use fsdp"]
+    if strange := sorted({style for style in plan.values() if style not in _STYLES}):
+        return [f"degree: the plan of {family} has {', '.join(strange)}, which is not supported; use fsdp"]
+    if model.experts:
+        if model.foreign_experts:
+            return [f"degree: cannot split the experts of {family}, which its own code computes; use fsdp"]
+        if model.expert_width % degree:
+            return [
+                f"degree: experts of width {model.expert_width} do not divide by {degree} devices; use a degree that "
+                f"divides {model.expert_width}"
+            ]
     # The numbers of heads matter only if the plan splits attention.
-    if not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
+    if not any(style == "colwise" for name, style in plan.items() if _is_attention(name)):
         return []  # attention is replicated
     return [
         f"degree: {count} {what} do not divide by {degree} devices; use a degree that divides {count}"
-        for what, count in (("heads", heads), ("key-value heads", kv_heads))
+        for what, count in (("heads", model.heads), ("key-value heads", model.kv_heads))
         if count % degree
     ][:1]
 
@@ -79,7 +108,7 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
         >>> [str(styles[f"model.layers.0.mlp{name}"]) for name in names]
         ['block', 'columns', 'columns', 'rows']
     """
-    parts, plan = find_anatomy(model), read_plan(model.config.model_type)
+    parts, plan = find_anatomy(model), _read_known_plan(model.config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
     # "model.layers." of "model.layers.0": plans name layers by a star.
     start, styles = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, TpStyle]()
@@ -95,6 +124,10 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
             # Attention that the plan leaves out needs all positions, unlike a norm. Plans gather what they split of a
             # recurrent mixer, projection by projection: if each device computes all of it, nothing is sent.
             modules = {id(m) for m in child.modules()}
+            if all_experts(child):
+                styles |= _style_block_of_experts(child, names)
+                covered |= {names[id(m)] for m in child.modules()}
+                continue
             unplanned = not any(find_style(names[number]) for number in modules)
             if modules & recurrent or (modules & attentions and unplanned):
                 styles[names[id(child)]] = TpStyle.BLOCK_WHOLE
@@ -139,12 +172,53 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
 def count_coverage(model: PreTrainedModel, styles: Mapping[str, TpStyle]) -> tuple[int, int]:
     """Returns the number of layers that `tp_styles` splits, and the number of token mixers that it leaves whole."""
     names = {id(module): name for name, module in model.named_modules()}
-    split = (TpStyle.COLUMNS, TpStyle.COLUMNS_GATHERED, TpStyle.ROWS, TpStyle.ROWS_SPLIT)
+    split = (TpStyle.COLUMNS, TpStyle.COLUMNS_GATHERED, TpStyle.ROWS, TpStyle.ROWS_SPLIT, TpStyle.EXPERTS)
     layers = sum(
         any(styles.get(names[id(module)]) in split for module in layer.modules())
         for layer in find_anatomy(model).layers
     )
     return layers, sum(style is TpStyle.BLOCK_WHOLE for style in styles.values())
+
+
+def _style_block_of_experts(block: nn.Module, names: Mapping[int, str]) -> dict[str, TpStyle]:
+    """The styles of a block with experts, and of all modules with weights inside.
+
+    Raises:
+        ValueError: something inside cannot be split.
+    """
+    stacks = experts_of(block)
+    start = names[id(block)]
+    if len(stacks) != len(all_experts(block)) or block in stacks:
+        raise ValueError(f"{start} has experts that are not stacks of weights inside of a block; use fsdp")
+    styles = {start: TpStyle.BLOCK_OF_EXPERTS} | {names[id(m)]: TpStyle.EXPERTS for m in stacks}
+    within, count = {id(m) for stack in stacks for m in stack.modules()}, stacks[0].num_experts
+    # Shared experts: split if they are a feed-forward part of linear layers with the usual names.
+    shared = [m for m in block.modules() if id(m) not in within and "down_proj" in m._modules]
+    split: dict[int, TpStyle] = {}
+    for part in shared:
+        for name, child in part.named_children():
+            for key, module in child.named_modules() if name in _SHARED else ():
+                split[id(module)] = _style_shared(name, key)
+    for module in _modules_with_parameters(block):
+        if id(module) in split:
+            styles[names[id(module)]] = split[id(module)]
+        elif id(module) not in within:
+            # A router has a row for each expert, and a gate of shared experts has one. The result of anything else may
+            # not be a sum over the ranks (a norm of the block's output, for example).
+            if any(p.shape[0] not in (1, count) for p in module.parameters(recurse=False)):
+                raise ValueError(f"{names[id(module)]} computes more than experts and their router; use fsdp")
+            if module is not block:
+                styles[names[id(module)]] = TpStyle.PARTIAL_WHOLE
+    return styles
+
+
+def _style_shared(name: str, key: str) -> TpStyle:
+    """The style of a linear layer of shared experts; `key` names one of LoRA's inside of it."""
+    if ".lora_A." in f".{key}.":
+        return TpStyle.PARTIAL_ROWS if name == "down_proj" else TpStyle.PARTIAL_WHOLE
+    if ".lora_B." in f".{key}.":
+        return TpStyle.PARTIAL_WHOLE if name == "down_proj" else TpStyle.PARTIAL_COLUMNS
+    return _SHARED[name]
 
 
 def _style_adapter_layers(name: str, module: nn.Module, style: TpStyle | None) -> dict[str, TpStyle | None]:

@@ -71,11 +71,13 @@ def _one_less_power(y):
         "base",
         "shift",
         "apart",
+        "inner",
+        "far",
     ]
 )
 def adamw_kernel(
     weight, grad, mean, square, master, step, found_inf,
-    lr, decay, more1, less2, more2, log1, log2, eps, seed_low, seed_high, base, shift, n, apart,
+    lr, decay, more1, less2, more2, log1, log2, eps, seed_low, seed_high, base, shift, n, apart, inner, far,
     MASTER: tl.constexpr, GUARDED: tl.constexpr, SHIFTED: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Fused AdamW of a half-precision weight, equal to torch's. `MASTER`: rounds the fp32 master; else rounds
@@ -87,17 +89,18 @@ def adamw_kernel(
     Args:
         step: fp32, number of earlier updates.
         base, shift: the shard starts `shift` elements after the start of block `base`; without a shift, loads are wide.
-        n, apart: elements; with `RUNS`, those of each of several ranges, which begin `apart` elements after each other
-            in the full parameter. The grid's second axis counts them.
+        n, apart, inner, far: elements; with `RUNS`, those of each of several ranges. Groups of `inner` begin `far`
+            elements after each other in the full parameter, and the ranges of a group `apart` elements. The grid's
+            first axis counts ranges.
         decay: 1 - lr * weight_decay. more1, more2: 1 - beta. less2: beta2. log1, log2: natural logarithms of the betas.
     """
     # 31 bits each: Triton passes an int argument below 2**31 as int32 and a larger one as int64, which are two kernels.
     low, high = seed_low.to(tl.uint64), seed_high.to(tl.uint64)
-    block = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1 if RUNS else 0).to(tl.int64)
     lanes = tl.arange(0, LANES)
     if RUNS:
-        run = tl.program_id(1).to(tl.int64)
-        place = (base * (4 * LANES) + shift) + run * apart
+        run = tl.program_id(0).to(tl.int64)
+        place = (base * (4 * LANES) + shift) + run // inner * far + run % inner * apart
         base, shift = place // (4 * LANES), place % (4 * LANES)
         weight += run * n
         grad += run * n

@@ -4,7 +4,9 @@ What: each of `degree` devices holds E / degree of the E experts. A layer sends 
 by all-to-all, they compute, and the results return the same way; no token is dropped. The devices are neighbours within
 those of `fsdp` (or `data_parallel`), which does the rest: attention and everything else is sharded and reduced over all
 of them, an expert's weights and gradients over the devices that hold the same expert. With `pipeline_parallel` the
-devices are those of a stage.
+devices are those of a stage. With `context_parallel`, devices that have other positions of a sequence may hold other
+experts too. With `tensor_parallel`, each device holds a part of its experts' width, and every device of a tensor group
+sends the tokens of its group.
 Helps: experts are most of such a model; FSDP alone gathers all of them on every device for every micro-batch, here only
 tokens travel, and each expert's matmul has more rows.
 Hurts: with uneven load, all ranks wait for the device with the busiest expert; the all-to-all overlaps with nothing;
@@ -15,6 +17,7 @@ Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668); without dropping, Gal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -84,14 +87,14 @@ class ExpertParallel(Searchable):
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     degree: NonNegativeInt = 0
-    """Devices that split the experts of a layer, neighbours among the data-parallel devices. 0: all of them, or all
-    within a replica of `fsdp`'s hybrid sharding."""
+    """Devices that split the experts of a layer, neighbours among the devices that split the batch or the sequence. 0:
+    all of them, or all within a replica of `fsdp`'s hybrid sharding."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
     def expert_degree(self, sizes: Mapping[Axis, int]) -> int:
-        return self.degree or sizes[_choose_axis(sizes)]
+        return self.degree or _count_devices(sizes)
 
     def check(self, context: Context) -> list[str]:
         model, sizes = context.model, context.sizes
@@ -99,9 +102,7 @@ class ExpertParallel(Searchable):
             return [f"shards experts, and {model.family} has none; leave it out"]
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
-        if others := [axis for axis in (Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
-            return [f"goes with data_parallel, fsdp and pipeline_parallel, not the axis {others[0]}; leave one out"]
-        devices, degree = sizes[_choose_axis(sizes)], self.expert_degree(sizes)
+        devices, degree = _count_devices(sizes), self.expert_degree(sizes)
         if devices < 2 or degree < 2:
             return [
                 "shards experts across devices, and there is one; start several with --nproc (or plan with --count) "
@@ -112,8 +113,10 @@ class ExpertParallel(Searchable):
         if model.experts % degree:
             return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
         rest = devices // degree
-        # FSDP shards each expert's matrices and biases, since dimension 0, the experts, is split already.
-        if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
+        # FSDP shards each expert's matrices and biases, since dimension 0, the experts, is split already; with tensor
+        # parallelism, the dimension that is not the expert's width.
+        inner = model.width if sizes[Axis.TENSOR] > 1 else 2 * model.expert_width
+        if sizes[Axis.SHARD] > 1 and (model.width % rest or inner % rest):
             return [
                 f"degree: leaves {rest} devices to shard each expert's matrices, and these do not divide both its "
                 f"width {2 * model.expert_width} and the model's {model.width}; use a larger degree"
@@ -121,22 +124,23 @@ class ExpertParallel(Searchable):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        axis = _choose_axis(build.mesh.sizes)
+        axes = _choose_axes(build.mesh.sizes)
         degree = self.expert_degree(build.mesh.sizes)
-        alike, among = build.mesh.cut(axis, degree)
+        alike, among = build.mesh.cut(axes, degree)
         # Hybrid sharding: the same experts also exist in the other replicas.
-        if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
+        if Axis.SHARD in axes and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.combine_meshes(build.mesh.submesh(Axis.REPLICATE), alike)
         shard_experts(part, among, alike)
         layers = build.model.expert_layers  # a pipeline stage has some of them, or none
+        parts = f", 1/{tensor} of the width each" if (tensor := build.mesh.size(Axis.TENSOR)) > 1 else ""
         summary = (
             f"{build.model.experts} experts of {layers} layers over {degree} devices, "
-            f"{build.model.experts // degree} on each; tokens by all-to-all"
+            f"{build.model.experts // degree} on each{parts}; tokens by all-to-all"
         )
         return Change(summary, layers)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        devices = context.sizes[_choose_axis(context.sizes)]
+        devices = _count_devices(context.sizes)
         return [
             replace(self, degree=d)
             # Common divisors of devices and experts.
@@ -145,6 +149,14 @@ class ExpertParallel(Searchable):
         ]
 
 
-def _choose_axis(sizes: Mapping[Axis, int]) -> Axis:
-    """Returns the axis along which experts are split: the sharding axis if used, otherwise the replication axis."""
-    return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
+def _choose_axes(sizes: Mapping[Axis, int]) -> tuple[Axis, ...]:
+    """Returns the axes along which experts are split: the sharding axis if used, otherwise the replication axis.
+
+    The devices of a context group have other tokens too, whoever has the rows: experts are split among them as well.
+    """
+    data = Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
+    return (data, Axis.CONTEXT) if sizes[Axis.CONTEXT] > 1 else (data,)
+
+
+def _count_devices(sizes: Mapping[Axis, int]) -> int:
+    return math.prod(sizes[axis] for axis in _choose_axes(sizes))

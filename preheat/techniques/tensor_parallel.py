@@ -5,14 +5,18 @@ feed-forward are split by outputs, output projections by inputs, so that each la
 two backward. `sequence_parallel` splits the activations between blocks along the sequence: the all-reduces become
 reduce-scatters and all-gathers of the same bytes, and norms and saved activations are sharded too; `regather` gathers a
 block's input again in backward instead of keeping it unsharded. `loss_parallel` computes each device's shard of the
-vocabulary, some positions at a time: two numbers per position are sent, and no logits.
+vocabulary, some positions at a time: two numbers per position are sent, and no logits. In a block with experts each
+device routes all tokens alike and computes its part of every expert's width, and of the shared experts'; the partial
+results are summed as in a dense block. `expert_parallel` may split the experts among other devices at the same time.
 Helps: weights, gradients, optimizer and most activations shrink with the degree, at any batch size.
 Hurts: communication blocks every layer and grows with the batch, so it needs the fastest links (within a host) and few
-devices; small matmuls run slower. Norms are replicated, and so is attention if the plan of a family gathers fused or
-normalized projections (Phi-3, OLMo 2). Recurrent layers, and attention that the plan leaves out, are computed whole on
-each device, with all their weights, gradients and optimizer states. Before each update the devices take the first one's
-gradients of replicated weights: those of a GPU's kernels differ by rounding, and copies would drift apart. chunked_loss
-and liger's loss require `loss_parallel: false`.
+devices; small matmuls run slower, above all those of narrow experts, and each device holds a copy of a block's tokens
+for each of their experts (`expert_parallel` alone sends them instead). Routers and norms are replicated, and so is
+attention if the plan of a family gathers fused or normalized projections (Phi-3, OLMo 2). Recurrent layers, latent
+attention and attention that the plan leaves out are computed whole on each device, with all their weights, gradients
+and optimizer states. Before each update the devices take the first one's gradients of replicated weights: those of a
+GPU's kernels differ by rounding, and copies would drift apart. chunked_loss and liger's loss require
+`loss_parallel: false`.
 Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022
 (arXiv:2205.05198).
 """
@@ -66,11 +70,7 @@ def parallelize(
     from preheat.models import hf, tp_plan
     from preheat.ops.distributed import tensor_parallel
 
-    facts = hf.read_facts(model.config)
-    problems = tp_plan.find_problems(
-        facts.family, heads=facts.heads, kv_heads=facts.kv_heads, experts=facts.experts > 0, degree=mesh.size()
-    )
-    if problems:
+    if problems := tp_plan.find_problems(hf.read_facts(model.config), mesh.size()):
         raise ValueError(problems[0])
     return tensor_parallel.parallelize(
         model, tp_plan.tp_styles(model), mesh, sequence=sequence, vocabulary=vocabulary, regather=regather
@@ -99,14 +99,15 @@ class TensorParallel(Searchable):
     roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     degree: NonNegativeInt = 0
-    """Devices that each matrix is split across; 0: all that other techniques leave. It must divide the heads and the
-    key-value heads, and should not exceed the devices of a host."""
+    """Devices that each matrix is split across; 0: all that other techniques leave. It must divide the heads, the
+    key-value heads and the width of experts, and should not exceed the devices of a host."""
     sequence_parallel: bool = False
     """Shard activations between attention and feed-forward along the sequence: the same communication, less memory. The
     length must divide by the degree."""
     regather: bool = False
     """With sequence_parallel and without checkpointing: save each device's shard of the inputs of attention and
-    feed-forward, and gather it again in backward, while their gradients are computed. A quarter more is sent."""
+    feed-forward, and gather it again in backward, while their gradients are computed. A quarter more is sent. Blocks
+    with experts save their gathered input."""
     loss_parallel: bool = True
     """Each device computes the logits of its shard of the vocabulary only; false gathers logits (or, for chunked_loss
     and liger, the head) on each device."""
@@ -135,9 +136,13 @@ class TensorParallel(Searchable):
             return [
                 "shards matrices across devices, and there is one; start several with --nproc (or plan with --count)"
             ]
-        problems = tp_plan.find_problems(
-            model.family, heads=model.heads, kv_heads=model.kv_heads, experts=model.experts > 0, degree=degree
-        )
+        problems = tp_plan.find_problems(model, degree)
+        split = model.expert_width // degree
+        if context.device.kind == "cuda" and not problems and model.expert_width % 8 == 0 and split % 8:
+            problems.append(
+                f"degree: leaves {split} of an expert's width of {model.expert_width} on each device, and a GPU's "
+                "grouped matmul needs a multiple of 8; use a lower degree"
+            )
         if self.regather and not self.sequence_parallel:
             problems.append(
                 "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"

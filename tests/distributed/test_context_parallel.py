@@ -50,6 +50,13 @@ TWO = {
 }
 FOUR = {
     "heads copied": ("llama", 32, "", "context_parallel: {degree: 4, kind: ulysses}, data_parallel: {}"),
+    # Devices with other rows or other positions have other experts.
+    "experts split": (
+        "qwen3_moe",
+        31,
+        "",
+        "context_parallel: {degree: 2, kind: ring}, data_parallel: {}, expert_parallel: {}",
+    ),
     "ring of four": (
         "qwen3",
         32,

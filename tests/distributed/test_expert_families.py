@@ -1,4 +1,4 @@
-"""Expert parallelism of every architecture whose experts are stacks of weights: two and four processes train as one."""
+"""Experts of every architecture that has stacks of them, split among devices or along their width: several processes train as one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .exactness import run, verdict
 UNLIKE = ["gpt_oss", "nemotron_h", "qwen3_5_moe_text"]
 ROUTED = [name for name in ARCHITECTURES if moe.sizes_of(tiny_config(name).get_text_config())[0]]
 OWN_CODE = {"llama4_text": "cannot split the experts of llama4_text, which its own code computes"}
+WIDTH = "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}"
 
 
 def compare(names: list[str], world: int, scale: str, folder: Path) -> None:
@@ -37,6 +38,15 @@ def compare(names: list[str], world: int, scale: str, folder: Path) -> None:
 
 def test_experts_of_unlike_families_are_split(tmp_path: Path) -> None:
     compare(UNLIKE, 2, "data_parallel: {}, expert_parallel: {}", tmp_path)
+
+
+def test_experts_of_unlike_families_are_split_along_their_width(tmp_path: Path) -> None:
+    compare([*UNLIKE, "glm4_moe_lite"], 2, WIDTH, tmp_path)
+
+
+@pytest.mark.slow
+def test_experts_of_every_family_are_split_along_their_width(tmp_path: Path) -> None:
+    compare(ROUTED, 2, WIDTH, tmp_path)
 
 
 @pytest.mark.slow

@@ -33,6 +33,10 @@ CASES = [
     (2, "mixtral", "{data_parallel: {}, expert_parallel: {}}", 2),
     (2, "qwen3_moe", "{fsdp: {}, expert_parallel: {}, expert_balancing: {rate: 0.01, coefficient: 0.5}}", 2),
     (4, "qwen3_moe", "{fsdp: {}}", 2),
+    # Each expert's width is split among the devices of the tensor axis, which count the same tokens.
+    (2, "mixtral", "{tensor_parallel: {degree: 2, sequence_parallel: true}}", 2),
+    (4, "qwen3_moe", "{fsdp: {}, expert_parallel: {}, tensor_parallel: {degree: 2, sequence_parallel: true}}", 2),
+    (4, "qwen3_moe", f"{{data_parallel: {{}}, expert_parallel: {{}}, tensor_parallel: {{degree: 2}}, {BY_BIAS}}}", 2),
     # A trace chooses what a layer keeps; it must leave the experts' weights as they are.
     (
         4,
@@ -115,7 +119,8 @@ def test_several_processes_train_as_one(several: Path, case: int) -> None:
         )  # by the tokens of all ranks
         tokens = int((~uneven(rows=ROWS, padded=True).padding).sum())  # type: ignore[operator]
         assert found["tokens"] == one["tokens"] == STEPS * tokens * 2 * 3  # none is dropped, and no padding counted
-        copies = world // 2 if "data_parallel" in techniques or "replicate: 2" in techniques else 1  # of each expert
+        copied = "data_parallel" in techniques or "replicate: 2" in techniques
+        copies = world // 2 if copied and "tensor_parallel" not in techniques else 1  # of each expert
         assert found["held"] == one["held"] * copies // world
 
 
@@ -129,6 +134,10 @@ def problems(techniques: str, devices: int, family: str = "qwen3_moe", rows: int
 
 def test_what_is_refused() -> None:
     assert problems("{fsdp: {}, expert_parallel: {degree: 2}}", 4) == ""
+    assert problems("{fsdp: {}, expert_parallel: {}, tensor_parallel: {degree: 2}}", 4) == ""
+    assert "does not divide the 2 devices" in problems(
+        "{fsdp: {}, expert_parallel: {degree: 4}, tensor_parallel: {degree: 2}}", 4
+    )
     assert "llama has none" in problems("{fsdp: {}, expert_parallel: {}}", 2, "llama")
     assert "needs reduced-gradients" in problems("{expert_parallel: {}}", 1)
     assert "degree: 3 does not divide the 4 devices" in problems("{fsdp: {}, expert_parallel: {degree: 3}}", 4)

@@ -57,6 +57,8 @@ LAYOUTS: dict[str, tuple[list[tuple[int, str]], list[tuple[int, str]]]] = {
             (4, "{fsdp: {replicate: 2}, expert_parallel: {}}"),
             (4, "{data_parallel: {}, expert_parallel: {degree: 2}}"),
             (4, PP_FSDP_EP),
+            (4, "{fsdp: {}, expert_parallel: {}, tensor_parallel: {degree: 2}}"),
+            (4, "{data_parallel: {}, zero1: {}, tensor_parallel: {degree: 2}}"),
         ],
         [
             (1, "{}"),
@@ -65,6 +67,8 @@ LAYOUTS: dict[str, tuple[list[tuple[int, str]], list[tuple[int, str]]]] = {
             (4, "{fsdp: {}}"),
             (4, "{data_parallel: {}, expert_parallel: {degree: 2}}"),
             (4, PP_FSDP_EP),
+            (4, FSDP_TP),
+            (4, "{data_parallel: {}, context_parallel: {kind: ring, degree: 2}, expert_parallel: {}}"),
         ],
     ),
 }

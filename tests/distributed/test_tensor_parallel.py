@@ -15,19 +15,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import recipe as recipes
-from preheat.core import Axis, Batch, Build, Finish
+from preheat.core import DATA, Axis, Batch, Build, Finish
+from preheat.engine import checkpoint
 from preheat.engine.builder import build
 from preheat.engine.evaluate import find_likeliest, measure, score_tokens
 from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
 from preheat.models import hf
-from preheat.ops.distributed.dtensor_utils import local
+from preheat.ops.distributed.dtensor_utils import local, runs_of
 from preheat.planning.request import Request
 
 from ..architectures.tiny import create_model, tiny_config
-from ..conftest import DEVICE, tiny, uneven
-from .forked import Case, compare, kept_bytes, run
-from .processes import ALL
+from ..conftest import DEVICE, split, tiny, uneven
+from .forked import Case, compare, kept_bytes, run, whole
+from .processes import ALL, processes
 
 PLAIN = "tensor_parallel: {degree: 2}"
 CUT = "tensor_parallel: {degree: 2, sequence_parallel: true}"
@@ -80,12 +81,17 @@ def write_models(folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "written")
 
 
+EXPERTS = (
+    "{family: qwen3_moe, num_layers: 3, hidden_size: 32, num_heads: 4, num_kv_heads: 2, vocab_size: 96, "
+    "num_experts: 4, config: {router_aux_loss_coef: 0.5}}"
+)
 SINKS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
 CHUNKS = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1]}
 MIXERS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "granite_swa": SINKS,
     "llama4_text": CHUNKS | {"moe_layers": []},
+    "glm4_moe": {"num_key_value_heads": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_shared_experts": 2},
     "flint": SINKS | {"mlp_only_layers": [0, 1, 2]},  # its attention has no plan
 }
 CASES = {
@@ -122,8 +128,20 @@ CASES = {
         model="{family: qwen3, num_layers: 3, hidden_size: 32, num_heads: 4, num_kv_heads: 4, vocab_size: 98}",
     ),
 }
+CASES |= {
+    "experts": Case(PLAIN, "gradient_accumulation: {steps: 2}", model=EXPERTS, look=kept_bytes),
+    "experts, cut": Case(CUT, "activation_checkpointing: {}", model=EXPERTS),
+    "experts, lora": Case(CUT, "lora: {rank: 4, expert_rank: 2}", model=EXPERTS, steps=2),
+    "experts by sigmoid, with shared ones": Case(CUT, model=family("glm4_moe"), steps=2),
+    "experts, split among devices too": Case(f"{CUT}, fsdp: {{}}, expert_parallel: {{}}", model=EXPERTS, world=4),
+    "shared experts, fsdp": Case(f"{PLAIN}, fsdp: {{}}", model=family("glm4_moe"), steps=2, world=4),
+}
 if ALL:
     CASES |= {
+        "experts by sigmoid": Case(PLAIN, model=family("glm4_moe"), steps=2),
+        "experts, among devices with copies": Case(
+            f"{PLAIN}, data_parallel: {{}}, expert_parallel: {{}}", model=EXPERTS, world=4, steps=2
+        ),
         "head gathered": Case(WHOLE, "chunked_loss: {rows: 40}, activation_checkpointing: {}", steps=2),
         "smoothing and z": Case(
             f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2
@@ -168,6 +186,7 @@ DRIFTING = {
         ("head and embedding", "four", {}),
         ("with fsdp", "fsdp", {}),
         ("with data_parallel", "data_parallel", {}),
+        ("routers", "experts", {}),
     )
 }
 """Cases in which the gradients of replicated weights differ between the processes."""
@@ -215,6 +234,59 @@ def test_memory_falls_with_the_devices(several: dict[str, list[dict[str, Any]]],
     for found in several[name][1:]:
         for kind, held in found["seen"].items():
             assert held / alone[kind] == pytest.approx(1 / devices, rel=0.05), kind
+
+
+def save_and_gather(rank: int, folder: Path) -> None:
+    """A step of experts split along their width, with rows of optimizer states among two devices; then a checkpoint."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    made = build(recipes.override(tiny(SAVED, rows=8), f"model={EXPERTS}"), vocabulary=96, device=DEVICE)
+    accumulate_gradients(made, split(uneven(rows=8), [4, 4])[made.mesh.index(*DATA) :][:1], 1e-2)
+    update(made, 1e-2)
+    tensors = {f"model.{name}": whole(made.parallel.full_parameter(p)) for name, p in made.parameters()}
+    for name, p in made.parameters():
+        states = made.optimizer.state[p]
+        tensors |= {f"optimizer.{name}.{key}": whole(states[key]) for key in ("exp_avg", "exp_avg_sq")}
+    if not rank:
+        torch.save(tensors, folder / "tensors.pt")
+    checkpoint.save(made, checkpoint.Progress(step=1, samples=8), folder / "checkpoints", keep=1)
+    dist.destroy_process_group()
+
+
+SAVED = "{tensor_parallel: {degree: 2}, data_parallel: {}, zero1: {}}"
+
+
+def test_one_process_reads_the_checkpoint_of_split_experts(tmp_path: Path) -> None:
+    with processes(save_and_gather, 4, tmp_path):
+        other = build(recipes.override(tiny(rows=8), f"model={EXPERTS}", "seed=7"), vocabulary=96, device=DEVICE)
+    path, _ = checkpoint.find(tmp_path / "checkpoints")
+    assert path is not None
+    checkpoint.load(other, path)
+    read = {f"model.{name}": p for name, p in other.parameters()}
+    for name, p in other.parameters():
+        states = other.optimizer.state[p]
+        read |= {f"optimizer.{name}.{key}": states[key] for key in ("exp_avg", "exp_avg_sq")}
+    for name, value in torch.load(tmp_path / "tensors.pt").items():
+        assert torch.equal(read[name], value), name
+
+
+@pytest.mark.parametrize("placements", [(0, "both"), (2, "both"), (0, 2), (1, 2), (0, 0), (None, "both")])
+def test_ranges_of_a_stack_are_those_of_a_rank(placements: tuple[Any, Any]) -> None:
+    """Stochastic rounding draws by the position in the full tensor: experts [3, 8, 6] on 2 x 2 devices."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    kinds = {None: Replicate(), "both": _StridedShard(1, split_factor=2)}
+    full = torch.arange(3 * 8 * 6).view(3, 8, 6)
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        t = distribute_tensor(full, mesh, [kinds.get(p) or Shard(p) for p in placements], src_data_rank=None)
+        runs = runs_of(t)
+        places = [runs.start(run) + n for run in range(runs.number) for n in range(runs.length)]
+        assert local(t).flatten().tolist() == places
+        dist.destroy_process_group()
 
 
 # --- what is sent, under fake tensors -----------------------------------------------------------------------------
@@ -298,6 +370,36 @@ def test_bytes_sent_are_those_of_the_formula(fake: Any, sequence: bool) -> None:
     assert sum(sent.values()) == sum(large.values()) + 2 * chunks + 1 + broadcast.total() + 1
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_block_with_experts_sends_what_a_dense_one_does(fake: Any, sequence: bool) -> None:
+    fake(2)
+    scale = f"{{tensor_parallel: {{degree: 2, rows: 64, sequence_parallel: {sequence}}}}}"
+    dense, experts = (step_under_fake_tensors(scale, kind)[1] for kind in ("qwen3", "qwen3_moe"))
+    stream = 4 * 32 * 32 * 4  # rows x length x width x bytes
+    assert {key: n for key, n in experts.items() if key[1] == stream} == {
+        key: n for key, n in dense.items() if key[1] == stream
+    }
+    # The gradients of routers [8, 32] are summed with those of the norms, in one message.
+    norms = 3 * 2 * 8 + sequence * (2 * 3 + 1) * 32
+    assert dense["all_reduce", norms * 4] == experts["all_reduce", (norms + 3 * 8 * 32) * 4] == 1
+    assert experts.total() == dense.total()
+
+
+def test_split_experts_are_planned_with_their_part() -> None:
+    from preheat.planning.dry_run import observe
+
+    recipe = recipes.override(
+        tiny("{fsdp: {}, expert_parallel: {}, tensor_parallel: {degree: 2}}", rows=4), f"model={EXPERTS}"
+    )
+    observation = observe(Request(recipe, DEVICE, vocabulary=96, world=4))
+    sizes = {name: p.numel() for name, p in hf.build_on_meta(hf.configure(recipe, 96)).named_parameters()}
+    # FSDP shards what each device of the tensor axis has: norms and routers whole, the rest half.
+    copies = sum(n for name, n in sizes.items() if "norm" in name or "gate.weight" in name)
+    own = (copies + (sum(sizes.values()) - copies) / 2) / 2
+    assert observation.categories["update"]["parameters"] == pytest.approx(4 * own, rel=0.01)
+    assert observation.categories["update"]["optimizer"] == pytest.approx(8 * own, rel=0.01)
+
+
 def gathered_again(regather: bool, mode: str) -> str:
     cut = f"{{degree: 2, rows: 64, sequence_parallel: true, regather: {str(regather).lower()}}}"
     return f"{{mixed_precision: {{mode: {mode}}}, tensor_parallel: {cut}}}"
@@ -367,6 +469,11 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
             "degree: 2 key-value heads do not divide by 4 devices; use a degree that divides 2",
         ),
         ("tensor_parallel: {degree: 3}", "llama", "degree: 4 heads do not divide by 3 devices"),
+        (
+            "tensor_parallel: {degree: 2}",
+            f"model={EXPERTS.replace('config', 'intermediate_size: 33, config')}",
+            "degree: experts of width 33 do not divide by 2 devices; use a degree that divides 33",
+        ),
         (
             "tensor_parallel: {degree: 2, sequence_parallel: true}",
             "batch.seq_len=31",

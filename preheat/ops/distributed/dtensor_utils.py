@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from preheat.ops.dry_run_loops import fold_identical
@@ -25,7 +26,9 @@ __all__ = [
     "full_tensor",
     "local",
     "local_shard",
+    "parts_of",
     "runs_of",
+    "split_dim",
     "wrap_local_shard",
     "square_sum",
     "total_norm",
@@ -68,14 +71,32 @@ def _first_element_index(t: Tensor) -> int:
     return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
 
 
+def split_dim(placement: Placement) -> int | None:
+    """Returns the dimension that a placement splits, or None."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def parts_of(placement: Placement) -> int:
+    """Returns the number of equal parts of its dimension that a placement splits each: 2 for a gate and up in one."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
 class Runs(NamedTuple):
     """Ranges of the full tensor's elements that a rank's part consists of, in order: `number` ranges of `length`
-    elements, the first of which begins at `first`, the others each `apart` elements later."""
+    elements, in groups of `inner`. The first begins at `first`, the others of its group each `apart` elements later,
+    and the next groups each `far` elements after the one before."""
 
     first: int
     number: int
     apart: int
     length: int
+    inner: int
+    far: int = 0
+
+    def start(self, run: int) -> int:
+        """Returns the flat index in the full tensor of a range's first element."""
+        group, within = divmod(run, self.inner)
+        return self.first + group * self.far + within * self.apart
 
 
 def runs_of(t: Tensor) -> Runs:
@@ -85,16 +106,22 @@ def runs_of(t: Tensor) -> Runs:
 
     Example:
         >>> runs_of(torch.zeros(3, 4))
-        Runs(first=0, number=1, apart=0, length=12)
+        Runs(first=0, number=1, apart=0, length=12, inner=1, far=0)
     """
     part = local(t)
-    cut = [p.dim for p in t.placements if isinstance(p, Shard)] if isinstance(t, DTensor) else []
-    dim = max(cut, default=0)
-    if not dim or not part.numel():
-        return Runs(_first_element_index(t), 1, 0, part.numel())
-    assert set(cut) <= {0, dim}, "a dimension in between is cut too, so that the ranges are not equally far apart"
-    number = math.prod(part.shape[:dim])
-    return Runs(_first_element_index(t), number, t.stride()[dim - 1], part.numel() // number)
+    cut = {dim for p in t.placements if (dim := split_dim(p)) is not None} if isinstance(t, DTensor) else set()
+    if not isinstance(t, DTensor) or max(cut, default=0) == 0 or not part.numel():
+        return Runs(_first_element_index(t), 1, 0, part.numel(), 1)
+    # FSDP's strided shards come before the one that they divide; one that comes last is a gate and up in one stack.
+    parts = {split_dim(t.placements[-1]): parts_of(t.placements[-1])}
+    *others, dim = sorted(cut - {0})
+    number, inner, far = math.prod(part.shape[:dim]) * parts.get(dim, 1), 0, 0
+    if others:
+        (middle,) = others
+        groups = math.prod(part.shape[:middle]) * parts.get(middle, 1)
+        inner, far = number // groups, t.stride()[middle - 1] // parts.get(middle, 1)
+    apart = t.stride()[dim - 1] // parts.get(dim, 1)
+    return Runs(_first_element_index(t), number, apart, part.numel() // number, inner or number, far)
 
 
 def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tensor]) -> Tensor:

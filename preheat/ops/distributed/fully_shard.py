@@ -22,8 +22,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from preheat.ops.distributed.dtensor_utils import split_dim
 from preheat.ops.memory.host_transfer import to_device
 from preheat.ops.memory.selective_checkpoint import pause_observation
 from preheat.torch_compat import allocate_unsharded, find_fsdp_groups
@@ -77,12 +78,19 @@ def _choose_shard_dim(p: nn.Parameter, ranks: int) -> Shard | None:
     """
     padded = -(-p.shape[0] // ranks) * ranks
     wasteful = p.ndim == 3 and padded > 1.25 * p.shape[0]
-    return Shard(1) if wasteful and p.shape[1] % ranks == 0 else None
+    dim = _unsplit_dims(p)[0]
+    return Shard(dim) if wasteful and p.shape[dim] % ranks == 0 else None
 
 
 def _choose_shard_dim_in_stack(p: nn.Parameter, ranks: int) -> Shard:
     """Returns the first dimension that divides evenly after dimension 0, which expert parallelism has split."""
-    return Shard(next((dim for dim in range(1, p.ndim) if p.shape[dim] % ranks == 0), 1))
+    return Shard(next((dim for dim in _unsplit_dims(p) if p.shape[dim] % ranks == 0), _unsplit_dims(p)[0]))
+
+
+def _unsplit_dims(p: nn.Parameter) -> list[int]:
+    """Returns the dimensions of a stack of experts, after the first, that tensor parallelism has not split, or all."""
+    split = {split_dim(place) for place in p.placements} if isinstance(p, DTensor) else set()
+    return [dim for dim in range(1, p.ndim) if dim not in split] or [*range(1, p.ndim)] or [0]
 
 
 def _hide_hooks(inner: nn.Module) -> None:

@@ -26,7 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from preheat.core import RowLoss
 from preheat.core.tp_style import TpStyle
 from preheat.errors import RunError
-from preheat.ops.distributed.dtensor_utils import local
+from preheat.ops.distributed.dtensor_utils import local, parts_of, split_dim
+from preheat.ops.distributed.expert_tensor_parallel import ExpertBlock, LocalWeights, Stacks
 from preheat.ops.losses.cross_entropy import (
     IGNORED,
     CrossEntropy,
@@ -299,6 +300,11 @@ def _build_styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[
         TpStyle.BLOCK: (_Input(stream, given),),
         TpStyle.BLOCK_OF_HEADS: (_Input(stream, given), _OfHeads()),
         TpStyle.BLOCK_WHOLE: (_WholeBlock(stream),),
+        TpStyle.BLOCK_OF_EXPERTS: (ExpertBlock(stream),),
+        TpStyle.EXPERTS: (Stacks(),),
+        TpStyle.PARTIAL_COLUMNS: (LocalWeights(Shard(0)),),
+        TpStyle.PARTIAL_ROWS: (LocalWeights(Shard(1)),),
+        TpStyle.PARTIAL_WHOLE: (LocalWeights(Replicate()),),
         TpStyle.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
         TpStyle.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
         TpStyle.ROWS: (RowwiseParallel(output_layouts=stream),),
@@ -357,9 +363,10 @@ def parallelize(
             parallelize_module(module, mesh, style, src_data_rank=None)
         for key, p in module.named_parameters(recurse=False):
             # DTensor accepts uneven shards, but views into heads need equal ones.
-            cut = [place.dim for place in p.placements if place.is_shard()]
-            count += bool(cut) and key == "weight"
-            if any(p.shape[dim] % degree for dim in cut):
+            # The last dimension of a mesh is the tensor axis; `expert_parallel` may have split experts along another.
+            cut = split_dim(p.placements[-1])
+            count += cut is not None and (key == "weight" or (p.ndim == 3 and "_lora_" not in key))
+            if cut is not None and p.shape[cut] // parts_of(p.placements[-1]) % degree:
                 raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide by {degree} devices")
     if sequence and embedding is not None:
         embedding.register_forward_pre_hook(functools.partial(_refuse_length, degree))
@@ -416,23 +423,32 @@ def _is_replicated(grad: DTensor, ranks: list[int]) -> bool:
 
 
 def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
-    """All-reduces, in place and as one message, the partial gradients of replicated weights that saw only local heads
-    or positions.
+    """All-reduces, in place and as one message, the partial gradients of replicated weights that saw only local heads,
+    positions or parts of experts.
     """
-    # By mesh and dtype: one message each.
-    waiting: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
+    # By group and dtype: one message each.
+    waiting: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = {}
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
-            assert p.grad.device_mesh.ndim == 1, "FSDP has summed the others already"
-            waiting.setdefault((p.grad.device_mesh, p.grad.dtype), []).append(p)
-    for (mesh, _), members in waiting.items():
+            (dim,) = (n for n, place in enumerate(p.grad.placements) if place.is_partial())
+            waiting.setdefault((p.grad.device_mesh.get_group(dim), p.grad.dtype), []).append(p)
+    for (group, _), members in waiting.items():
         grads = [local(p.grad) for p in members]  # type: ignore[arg-type]
         flat = torch.cat([t.flatten() for t in grads])
-        # A sum, because each rank's gradient covers other heads or positions.
-        dist.all_reduce(flat, group=mesh.get_group())
+        # A sum, because each rank's gradient covers other heads, positions or parts of experts.
+        dist.all_reduce(flat, group=group)
         # Replicate from here on, so that norm and clipping count the gradient once.
         for p, part in zip(members, flat.split([t.numel() for t in grads]), strict=True):
-            p.grad = DTensor.from_local(part.view(p.shape), mesh, [Replicate()], run_check=False)
+            before: Any = p.grad
+            summed = [Replicate() if place.is_partial() else place for place in before.placements]
+            p.grad = DTensor.from_local(
+                part.view(local(before).shape),
+                before.device_mesh,
+                summed,
+                run_check=False,
+                shape=before.shape,
+                stride=before.stride(),
+            )
 
 
 # --- the loss -----------------------------------------------------------------------------------------------------

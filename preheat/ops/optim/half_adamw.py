@@ -44,10 +44,10 @@ def half_adamw_(
         seed: seed of the stochastic rounding, below 2 ** 62; ignored with a master.
         runs: the ranges of the full parameter's elements that this shard consists of; select the random bits.
     """
-    first, number, apart, _ = runs or (0, 1, 0, 0)
+    first, number, apart, _, inner, far = runs or (0, 1, 0, 0, 1, 0)
     (beta1, beta2), (rate, eps, decay) = group["betas"], (group["lr"], group["eps"], group["weight_decay"])
     moments = state["exp_avg"], state["exp_avg_sq"]
-    update = rate, beta1, beta2, eps, decay, seed, first, number, apart
+    update = rate, beta1, beta2, eps, decay, seed, first, number, apart, inner, far
     _update(weight, grad.contiguous(), *moments, state.get("master"), state["step"], found_inf, *update)
 
 
@@ -71,9 +71,11 @@ def _update(
     first: int,
     number: int,
     apart: int,
+    inner: int,
+    far: int,
 ) -> None:
     with name_failures("half_adamw"), torch.cuda.device_of(weight):
-        update = rate, beta1, beta2, eps, decay, seed, first, number, apart
+        update = rate, beta1, beta2, eps, decay, seed, first, number, apart, inner, far
         launch(weight, grad, mean, square, master, step, found_inf, *update)
     step.add_(1.0 if found_inf is None else 1.0 - found_inf)
 
@@ -100,11 +102,14 @@ def launch(
     first: int,
     number: int = 1,
     apart: int = 0,
+    inner: int = 0,
+    far: int = 0,
 ) -> None:
     """Launches the kernel; does not advance `step`.
 
     Args:
-        number, apart: the weight's elements are so many ranges of the full parameter, that far apart.
+        number, apart, inner, far: the weight's elements are so many ranges of the full parameter, in groups of `inner`;
+            those of a group begin `apart` elements after each other, and groups `far` elements.
     """
     from preheat.ops.triton_kernels import adamw_kernel
 
@@ -115,7 +120,8 @@ def launch(
     programs = -(-((block - 1 if number > 1 else shift) + count) // block)
     if not count:
         return
-    adamw_kernel[(programs, number)](
+    # The first axis of a grid may be long: an expert's matrix that is split by inputs is a range for each row.
+    adamw_kernel[(number, programs) if number > 1 else (programs,)](
         *(
             weight,
             grad,
@@ -126,7 +132,7 @@ def launch(
             step if found_inf is None else found_inf,
         ),
         *(rate, 1.0 - rate * decay, 1.0 - beta1, beta2, 1.0 - beta2, math.log(beta1), math.log(beta2), eps),
-        *(seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF, base, shift, count, apart),
+        *(seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF, base, shift, count, apart, inner or number, far),
         MASTER=master is not None,
         GUARDED=found_inf is not None,
         SHIFTED=shift > 0 or number > 1,

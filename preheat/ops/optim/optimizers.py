@@ -306,11 +306,11 @@ class StochasticAdamW(Numbered):
         starts = [
             (run, start)
             for run in range(runs.number)
-            for start in (0, *range(self.chunk - (runs.first + run * runs.apart) % self.chunk, runs.length, self.chunk))
+            for start in (0, *range(self.chunk - runs.start(run) % self.chunk, runs.length, self.chunk))
         ]
         for run, start in fold_identical(starts):
             # `number`: chunk of the full parameter, which seeds the random bits; `skip`: its elements on earlier ranks.
-            number, skip = divmod(runs.first + run * runs.apart + start, self.chunk)
+            number, skip = divmod(runs.start(run) + start, self.chunk)
             begin, end = run * runs.length, (run + 1) * runs.length
             part = slice(begin + start, min(begin + start + self.chunk - skip, end))
             mean, square = self._moments(state, part)

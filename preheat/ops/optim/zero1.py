@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from preheat.ops.distributed.dtensor_utils import local
+from preheat.ops.distributed.dtensor_utils import local, split_dim
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,14 +25,20 @@ __all__ = ["ShardedOptimizer", "shard_optimizer"]
 
 
 def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns this rank's rows of a replicated tensor as a DTensor, sharing memory."""
-    # A replicated DTensor (of tensor parallelism) or a plain tensor.
-    t = local(t.detach())
-    rows_per_rank = -(-t.shape[0] // mesh.size())  # fewer or none on the last ranks, as DTensor shards
-    start = min(torch.distributed.get_rank(mesh.get_group()) * rows_per_rank, t.shape[0])
+    """Returns this rank's rows of a replicated tensor, or of a tensor-parallel shard, as a DTensor, sharing memory."""
+    # Along the first dimension of its mesh, a DTensor is replicated over the ranks that share the rows.
+    others = t.placements[1:] if isinstance(t, DTensor) else ()
+    whole = local(t.detach())
+    rows_per_rank = -(-whole.shape[0] // mesh.size())  # fewer or none on the last ranks, as DTensor shards
+    start = min(torch.distributed.get_rank(mesh.get_group()) * rows_per_rank, whole.shape[0])
     # A view: what the optimizer writes to the shard is in the parameter already.
-    rows = t[start : start + rows_per_rank]
-    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
+    rows = whole[start : start + rows_per_rank]
+    if not isinstance(t, DTensor) or not others:
+        return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    # With the tensor axis, so that a checkpoint has the states of all its ranks. Rows that it splits are split again.
+    parts = math.prod(t.device_mesh.size(n) for n, place in enumerate(others, 1) if split_dim(place) == 0)
+    first = _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
+    return DTensor.from_local(rows, t.device_mesh, [first, *others], run_check=False, shape=t.shape, stride=t.stride())
 
 
 @contextmanager
@@ -62,8 +70,8 @@ class ShardedOptimizer:
     checkpoint can be loaded on another number of ranks.
     """
 
-    def __init__(self, optimizer: Any, shares: dict[Tensor, Any]):
-        self.optimizer, self.shares = optimizer, shares
+    def __init__(self, optimizer: Any, shares: dict[Tensor, Any], mesh: DeviceMesh):
+        self.optimizer, self.shares, self.mesh = optimizer, shares, mesh
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -87,14 +95,18 @@ class ShardedOptimizer:
         """Updates the parameters; gradients must be complete and equal on every rank."""
         for p, share in self.shares.items():
             # A view of the full gradient, so it takes no memory.
-            share.grad = None if p.grad is None else _cut(p.grad, share.device_mesh)
+            share.grad = None if p.grad is None else _cut(p.grad, self.mesh)
         # This rank's rows only: its states are 1 / ranks of the full ones.
         self.optimizer.step()
         for p, share in self.shares.items():
             if share.grad is not None:
                 share.grad = None
-                # An all-gather for each parameter. The full tensor is temporary, one at a time.
-                local(p).copy_(share.full_tensor())
+                # An all-gather for each parameter. The gathered tensor is temporary, one at a time.
+                whole = local(p)
+                rows = DTensor.from_local(
+                    share.to_local(), self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+                )
+                whole.copy_(rows.full_tensor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for p in self.shares:
@@ -136,4 +148,4 @@ def shard_optimizer(
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
     # Only while the optimizer is created: the forward pass needs the full parameters.
     with _swap_parameters(modules, shares):
-        return ShardedOptimizer(make(cut, **settings), shares)
+        return ShardedOptimizer(make(cut, **settings), shares, mesh)

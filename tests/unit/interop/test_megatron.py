@@ -106,6 +106,27 @@ def test_an_argument_leads_to_the_recipes(flags: str, key: str, value: object) -
     assert look_up(read_flags(flags), key) == pytest.approx(value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "degree", "notes"),
+    [
+        ("--expert-model-parallel-size 2", 2, []),
+        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 2", 2, []),
+        (
+            "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+            2,
+            [
+                "4 x 1 devices split the experts and their matrices, planned as 2 x 2: each expert's matrices are split "
+                "over the tensor axis"
+            ],
+        ),
+    ],
+)
+def test_the_matrices_of_experts_are_split_over_the_tensor_axis(flags: str, degree: int, notes: list[str]) -> None:
+    config = read_flags(f"{LLAMA} --num-experts 8 {SPLIT} {flags}")
+    assert look_up(config, "techniques.expert_parallel.degree") == degree
+    assert [note for note in config.reading.assumptions if "experts and their" in note] == notes
+
+
 def test_samples_are_steps() -> None:
     text = BASE.replace("--train-iters 100", "--train-samples 1600 --lr-warmup-samples 160")
     config = read(text, Path("f.sh"), where="f.sh")

@@ -60,7 +60,7 @@ def update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, master: Tensor | None = N
     settings: dict[str, Any] = {"t": 1, "lr": 1e-3, "decay": 0.1, "seed": 77, "first": 0, "found_inf": None} | more
     step = torch.tensor(float(settings["t"] - 1))
     rest = (settings["lr"], 0.9, 0.999, 1e-8, settings["decay"], settings["seed"], settings["first"])
-    ranges = {key: settings[key] for key in ("number", "apart") if key in settings}
+    ranges = {key: settings[key] for key in ("number", "apart", "inner", "far") if key in settings}
     half_adamw.launch(w, g, m, v, master, step, settings["found_inf"], *rest, **ranges)
 
 
@@ -135,6 +135,24 @@ def test_half_adamw_rounds_ranges_of_a_stack_as_the_whole() -> None:
         )
         update(share, slope, mean, square, lr=1e-2, first=first * columns, number=experts, apart=rows * columns)
         assert torch.equal(share, whole.view(experts, rows, columns)[:, first : first + 2])
+        # Their columns too: a range for each row, in groups of an expert's.
+        share, slope, mean, square = (
+            t.view(experts, rows, columns)[:, first : first + 2, 90:].contiguous() for t in (w, g, m, v)
+        )
+        start = first * columns + 90
+        update(
+            share,
+            slope,
+            mean,
+            square,
+            lr=1e-2,
+            first=start,
+            number=experts * 2,
+            apart=columns,
+            inner=2,
+            far=rows * columns,
+        )
+        assert torch.equal(share, whole.view(experts, rows, columns)[:, first : first + 2, 90:])
 
 
 @interpreted
@@ -220,12 +238,12 @@ types = dict(codes="*u8", scales="*u8", ranges="*fp32", pairs="*fp32", levels="*
 wide["nf4"] = compiled(kernels.nf4_kernel, types, dict(DOUBLE=True, BYTES=1024), 80)
 types = {name: "fp32" for name in kernels.adamw_kernel.arg_names}
 types |= dict(weight="*bf16", grad="*bf16", mean="*fp32", square="*fp32", master="*fp32", step="*fp32", found_inf="*fp32")
-types |= dict(seed_low="i32", seed_high="i32", base="i32", shift="i32", n="i32", apart="i32")
+types |= dict(seed_low="i32", seed_high="i32", base="i32", shift="i32", n="i32", apart="i32", inner="i32", far="i32")
 for capability, master in ((80, True), (90, False)):
     constants = dict(MASTER=master, GUARDED=True, SHIFTED=False, RUNS=False, LANES=512)
     wide[f"adamw {master}"] = compiled(kernels.adamw_kernel, types, constants, capability)
 constants |= dict(SHIFTED=True, RUNS=True)
-wide["adamw of ranges"] = compiled(kernels.adamw_kernel, types | dict(base="i64", apart="i64"), constants, 90)
+wide["adamw of ranges"] = compiled(kernels.adamw_kernel, types | dict(base="i64", apart="i64", far="i64"), constants, 90)
 types = dict(grad="*bf16", a="*bf16", b="*bf16", out="*bf16", by_a="*bf16", by_b="*bf16", n="i32")
 wide["gate"] = compiled(kernels.gated_silu_kernel, types, dict(LANES=2048), 90)
 wide["gate backward"] = compiled(kernels.gated_silu_backward_kernel, types, dict(OVERWRITE=True, LANES=2048), 90)
