@@ -70,6 +70,14 @@ class ModelFacts:
     foreign_experts: bool = False  # the model's own code computes the experts, which techniques cannot change then
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both
+    quantized: str = (
+        ""  # `quant_method` of a folder whose weights stay in its format; "": none, or they are dequantized
+    )
+
+    @property
+    def storage_tags(self) -> frozenset[Tag]:
+        """The tags that the storage of the model's weights provides."""
+        return frozenset({Tag.QUANTIZED_BASE} if self.quantized else ())
 
 
 @dataclass(frozen=True)
