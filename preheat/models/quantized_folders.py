@@ -424,16 +424,16 @@ def _read_compressed_tensors(stored: JsonObject) -> QuantizedFolder:
 
 def _read_matchers(settings: JsonObject, key: str) -> list[Callable[[str], bool]]:
     """Returns predicates for a list of targets: the class Linear, a module's name, or a regular expression (re:...)."""
-    matchers: list[Callable[[str], bool]] = []
-    for target in _read_names(settings, key):
+
+    def matcher(target: str) -> Callable[[str], bool]:
         if target == "Linear":
-            matchers.append(lambda name: True)
-        elif target.startswith("re:"):
-            pattern = _compile(key, target.removeprefix("re:"))
-            matchers.append(lambda name, pattern=pattern: pattern.match(name) is not None)
-        else:
-            matchers.append(lambda name, target=target: name == target)
-    return matchers
+            return lambda name: True
+        if not target.startswith("re:"):
+            return lambda name: name == target
+        pattern = _compile(key, target.removeprefix("re:"))
+        return lambda name: pattern.match(name) is not None
+
+    return [matcher(target) for target in _read_names(settings, key)]
 
 
 _LAYOUTS: Mapping[object, dict[str, Literal["words", "integers", "fp8"]]] = {

@@ -20,7 +20,7 @@ from preheat.ops.quantization.packed import FrozenPackedMap
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
-__all__ = ["Form", "StoredLinear", "Tensors", "dequantize", "pack_codes", "pack_", "unpack_codes"]
+__all__ = ["Form", "StoredLinear", "Tensors", "dequantize", "has_stored_layers", "pack_codes", "pack_", "unpack_codes"]
 
 _CHUNK = 1 << 22  # weights per iteration, which bounds the scratch memory
 _BITS_OF = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -241,6 +241,11 @@ class StoredLinear(FrozenPackedMap, nn.Linear):  # type: ignore[misc,override]
         del self.packed_form
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+
+
+def has_stored_layers(model: nn.Module) -> bool:
+    """True if a model has layers that stay packed in the format of their folder."""
+    return any(isinstance(module, StoredLinear) for module in model.modules())
 
 
 def pack_(module: nn.Linear, form: Form) -> StoredLinear:
