@@ -292,9 +292,15 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
     bases: dict[str, tuple[Any, Any]] = {}
     for name in names:
         base = base_layer_of(model, name)
-        # Packed layers dequantize to fp32 themselves.
-        low = not isinstance(base, FrozenPackedMap) and base.weight.dtype != torch.float32
-        bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
+        if not isinstance(base, FrozenPackedMap):
+            low = base.weight.dtype != torch.float32
+            bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
+        elif base.weight.is_meta:
+            # Of another pipeline stage: its adapter is drawn so that all stages consume the same random numbers.
+            device = next(tensor.device for _, tensor in adapter_tensors(model.get_submodule(name)))
+            bases[name] = base, _create_stand_in(base, device)
+        else:  # dequantizes to fp32 itself
+            bases[name] = base, base
         # The same module path, since per-layer ranks (rank_pattern) match on names.
         parent, (*path, last) = alone, name.split(".")
         for part in path:
@@ -314,6 +320,17 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
             # PiSSA and its like subtract the initial pair from the base: the copy's weight goes back, rounded once.
             if full is not base:
                 base.weight.copy_(full.weight)
+
+
+def _create_stand_in(base: FrozenPackedMap, device: torch.device) -> nn.Module:
+    """Returns a plain layer of zeros in place of a packed one on meta."""
+    plain = copy.deepcopy(base)
+    plain.unpack_()
+    plain.to_empty(device=device)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.zero_()
+    return plain
 
 
 @contextmanager

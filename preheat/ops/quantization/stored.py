@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Form", "StoredLinear", "Tensors", "dequantize", "has_stored_layers", "pack_codes", "pack_", "unpack_codes"]
 
 _CHUNK = 1 << 22  # weights per iteration, which bounds the scratch memory
-_BITS_OF = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 class Form(NamedTuple):
@@ -59,8 +58,8 @@ class Tensors(NamedTuple):
 
     Attributes:
         codes: uint8 [out, ceil(in * bits / 8)], the first of the codes of a byte in its lowest bits.
-        scales: [row blocks, column blocks]; stored as integers of their bits, so that casting a model's floats does
-            not round them.
+        scales: [row blocks, column blocks]; held as uint8, their bytes, so that casting a model's floats does not
+            round them, and every backend can gather them.
         zeros: uint8, of the scales' shape.
         order: int32 [in], the column block of each input.
     """
@@ -223,7 +222,7 @@ class StoredLinear(FrozenPackedMap, nn.Linear):  # type: ignore[misc,override]
         """
         if tensors.scales.dtype != self.packed_form.scale_dtype:
             raise ValueError(f"scales in {tensors.scales.dtype} for {self.packed_form.scale_dtype}")
-        bits = tensors._replace(scales=tensors.scales.contiguous().view(_BITS_OF[tensors.scales.dtype]))
+        bits = tensors._replace(scales=tensors.scales.clone(memory_format=torch.contiguous_format).view(torch.uint8))
         with torch.no_grad():
             for name, old, value in zip(self.packed_names, self._tensors(), bits, strict=True):
                 if (old is None) != (value is None):
@@ -231,7 +230,9 @@ class StoredLinear(FrozenPackedMap, nn.Linear):  # type: ignore[misc,override]
                 if old is None or value is None:
                     continue
                 if old.shape != value.shape:
-                    raise ValueError(f"{name.removeprefix('packed_')} {tuple(value.shape)} for {tuple(old.shape)}")
+                    raise ValueError(
+                        f"{name.removeprefix('packed_')} {tuple(value.shape)} for {tuple(old.shape)} bytes"
+                    )
                 local(old).copy_(local_shard(value, old))
 
     def unpack_(self) -> None:
@@ -256,10 +257,10 @@ def pack_(module: nn.Linear, form: Form) -> StoredLinear:
     module.__class__ = StoredLinear
     packed: StoredLinear = module  # type: ignore[assignment]
     packed.packed_form = form
-    outputs, inputs = form.shape
+    (outputs, inputs), (rows, columns) = form.shape, form.blocks
     new = Tensors(
         torch.empty(outputs, -(-inputs * form.bits // 8), dtype=torch.uint8, device=device),
-        torch.empty(form.blocks, dtype=_BITS_OF[form.scale_dtype], device=device),
+        torch.empty(rows, columns * form.scale_dtype.itemsize, dtype=torch.uint8, device=device),
         torch.empty(form.blocks, dtype=torch.uint8, device=device) if form.has_zeros else None,
         torch.empty(inputs, dtype=torch.int32, device=device) if form.has_order else None,
     )

@@ -431,7 +431,7 @@ def test_a_layer_of_another_shape_or_without_a_tensor_is_named(tmp_path: Path) -
     require_model(recipe, configs.source_config(recipe))
     for changed, message in (
         ({key: value for key, value in weights.items() if key != f"{layer}.weight_zero_point"}, "weight_zero_point is missing"),
-        (weights | {f"{layer}.weight_scale": weights[f"{layer}.weight_scale"][:, :1].contiguous()}, r"scales \(16, 1\) for \(16, 2\)"),
+        (weights | {f"{layer}.weight_scale": weights[f"{layer}.weight_scale"][:, :1].contiguous()}, r"scales \(16, 2\) for \(16, 4\) bytes"),
         ({key: value for key, value in weights.items() if key != f"{layer}.weight_packed"}, f"{layer}.weight_scale is quantized"),
     ):  # fmt: skip
         save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
