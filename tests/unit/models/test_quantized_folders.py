@@ -437,3 +437,34 @@ def test_a_layer_of_another_shape_or_without_a_tensor_is_named(tmp_path: Path) -
         save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(PreheatError, match=message):
             opened(tmp_path)
+
+
+def test_quantized_experts_are_refused_and_fp8_experts_are_dequantized(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=96,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, decoder_sparse_step=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for name in ("gptq", "fp8_tensor"):
+        path, (store, settings) = tmp_path / name, FOLDERS[name]
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
+        files: dict[str, Tensor] = {}
+        experts = 0
+        for key, value in load_file(path / "model.safetensors").items():
+            layer = key.removesuffix(".weight")
+            experts += "experts" in key
+            stored = store(tuple(value.shape)).tensors if layer.endswith("_proj") else None
+            files |= {key: value} if stored is None else {f"{layer}.{part}": t for part, t in stored.items()}
+        assert experts == 6
+        save_file(files, path / "model.safetensors", {"format": "pt"})
+        values = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(values | {"quantization_config": settings}))
+    with pytest.raises(
+        PreheatError, match=r"experts\.0\.\w+\.qweight is quantized, and .* but not experts in one matrix"
+    ):
+        opened(tmp_path / "gptq")
+    b = opened(tmp_path / "fp8_tensor", "{lora: {rank: 4}}", "model.quantized_weights=packed")
+    assert len([m for m in b.trained[0].modules() if isinstance(m, StoredLinear)]) == 4
+    plain = opened(tmp_path / "fp8_tensor", "{}")
+    logits = [compute_reference_logits(x.trained[0], TOKENS) for x in (b, plain)]  # type: ignore[arg-type]
+    assert difference({"": logits[0]}, {"": logits[1]}) < 1e-5
