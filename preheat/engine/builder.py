@@ -40,7 +40,7 @@ from preheat.hardware.connectivity import is_hub_offline
 from preheat.model_folder import DEQUANTIZED, PACKED, STORED, describe_missing_weights
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial, text_part
 from preheat.models.hub_config import find_hub_folder
-from preheat.models.quantized_folders import packed_method, read_folder_format, stored_quantization
+from preheat.models.quantized_folders import packed_method, stored_quantization
 from preheat.models.token_mixers import find_recurrent_mixers, kernel_packages, missing_kernels
 from preheat.models.weights import WeightSource, materialize, resize_rows
 from preheat.ops.attention.multihead import attend_in_chunks
@@ -379,6 +379,7 @@ def _prepare_quantized_layers(
         RecipeError: the folder's quantization is not supported.
     """
     from preheat.ops.adapters.peft_layers import count_parameters
+    from preheat.ops.quantization.folder_formats import read_folder_format
     from preheat.ops.quantization.stored import pack_
 
     stored = stored_quantization(config)

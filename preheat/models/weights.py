@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from preheat.models.quantized_folders import LayerFormat, QuantizedFolder
-    from preheat.ops.quantization.stored import StoredLinear, Tensors
+    from preheat.models.quantized_folders import Folder, Format, PackedLayer
 
 __all__ = ["Packed", "WeightSource", "materialize", "resize_rows"]
 
@@ -203,7 +201,7 @@ class WeightSource:
         self._files: dict[str, Path] = {}
         self._names: Names | None = None
         self._has_parts = False  # text and vision, of which a text model reads its own
-        self._formats: dict[int, LayerFormat] = {}  # of the layers that stay quantized, by the id of the module
+        self._formats: dict[int, Format] = {}  # of the layers that stay quantized, by the id of the module
         self._layer_keys: dict[str, str] = {}  # of all quantized layers: name of a tensor in the model -> key
         self.quantization: dict[str, Any] = {}
         """The folder's `quantization_config`."""
@@ -250,7 +248,7 @@ class WeightSource:
         self._packed |= {id(module): module for module in modules}
         self.fresh(pattern, (), lambda module: None)
 
-    def find_layers(self, model: PreTrainedModel, folder: QuantizedFolder) -> dict[str, LayerFormat]:
+    def find_layers(self, model: PreTrainedModel, folder: Folder) -> dict[str, Format]:
         """Returns the quantized linear layers of a model on meta, by their names.
 
         Raises:
@@ -276,7 +274,8 @@ class WeightSource:
         dtypes = self._read_headers(lambda tensor: _SCALE_DTYPES.get(tensor.get_dtype()))
         for name, layer in layers.items():
             key = next(key for part in layer.scale_keys if (key := self._layer_keys.get(f"{name}.{part}")))
-            layers[name] = replace(layer, scale_dtype=dtypes[key] or layer.scale_dtype)
+            if dtype := dtypes[key]:
+                layers[name] = layer.with_scales_in(dtype)
         # FP8 layers besides these (stacked experts) are dequantized by transformers' rules.
         if folder.method != "fp8" and (odd := find_unknown_layer(model, names.named(), layers)) is not None:
             raise self._refuse_layer(f"{odd} is quantized", model)
@@ -289,34 +288,32 @@ class WeightSource:
             "reads quantized linear layers, but not experts in one matrix); name the original model"
         )
 
-    def keep_packed(self, layers: Mapping[StoredLinear, LayerFormat]) -> None:
+    def keep_packed(self, layers: Mapping[PackedLayer, Format]) -> None:
         """Registers layers whose tensors are read as they are stored."""
         self._formats |= {id(module): stored for module, stored in layers.items()}
         self.fresh(r"\.packed_", (), lambda module: None)
 
-    def dequantize(self, layers: Mapping[str, LayerFormat], shapes: Mapping[str, tuple[int, int]]) -> None:
+    def dequantize(self, layers: Mapping[str, Format], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Registers layers whose weights are dequantized to fp32 when they are read."""
-        import torch
-
-        from preheat.ops.quantization.stored import dequantize
 
         def make(name: str) -> Tensor:
             layer = name.removesuffix(".weight")
-            tensors = self._read_layer(layer, layers[layer], shapes[layer])
-            return dequantize(tensors, layers[layer].form(shapes[layer], tensors.scales.dtype), torch.float32)
+            return self._read_layer(layer, shapes[layer], layers[layer].dequantize)
 
         if layers:
             self.compose(rf"^(?:{'|'.join(map(re.escape, layers))})\.weight$", make)
 
-    def _read_layer(self, name: str, stored: LayerFormat, shape: tuple[int, int]) -> Tensors:
-        """Reads the tensors of a quantized layer in the packed form."""
+    def _read_layer(
+        self, name: str, shape: tuple[int, int], convert: Callable[[Callable[[str], Tensor | None], tuple[int, int]], T]
+    ) -> T:
+        """Returns what `convert` makes of the tensors of a quantized layer."""
 
         def read(part: str) -> Tensor | None:
             key = self._layer_keys.get(f"{name}.{part}")
             return None if key is None else self._read_tensor(key)
 
         try:
-            return stored.convert(read, shape)
+            return convert(read, shape)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RecipeError):
                 raise
@@ -492,8 +489,8 @@ class WeightSource:
         self._compare_tied(names)
         self._tell_left(everything, names)
 
-    def _fill_layer(self, name: str, layer: StoredLinear, stored: LayerFormat) -> None:
-        tensors = self._read_layer(name, stored, layer.full_shape)
+    def _fill_layer(self, name: str, layer: PackedLayer, stored: Format) -> None:
+        tensors = self._read_layer(name, layer.full_shape, stored.convert)
         try:
             layer.fill_(tensors)
         except ValueError as error:
