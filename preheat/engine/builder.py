@@ -402,7 +402,7 @@ def _prepare_quantized_layers(
         for name, stored_as in layers.items()
         if name not in full
     }
-    weights.keep_packed(packed)
+    weights.keep_packed(packed.items())
     if not packed:
         return None
     count = sum(module.count_packed()[0] for module in packed)

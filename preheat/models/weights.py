@@ -288,9 +288,9 @@ class WeightSource:
             "reads quantized linear layers, but not experts in one matrix); name the original model"
         )
 
-    def keep_packed(self, layers: Mapping[PackedLayer, Format]) -> None:
+    def keep_packed(self, layers: Iterable[tuple[PackedLayer, Format]]) -> None:
         """Registers layers whose tensors are read as they are stored."""
-        self._formats |= {id(module): stored for module, stored in layers.items()}
+        self._formats |= {id(module): stored for module, stored in layers}
         self.fresh(r"\.packed_", (), lambda module: None)
 
     def dequantize(self, layers: Mapping[str, Format], shapes: Mapping[str, tuple[int, int]]) -> None:
