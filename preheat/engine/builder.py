@@ -384,8 +384,8 @@ def _prepare_quantized_layers(
 
     stored = stored_quantization(config)
     # With `dequantized` the configuration does not have it any more; transformers' rules dequantize FP8 and MXFP4.
-    kept, read = bool(stored), stored or weights.quantization
-    if not read or (not kept and read.get("quant_method") in DEQUANTIZED):
+    stays_packed, read = bool(stored), stored or weights.quantization
+    if not read or (not stays_packed and read.get("quant_method") in DEQUANTIZED):
         return None
     folder = read_folder_format(recipe.model.path, read)
     layers = weights.find_layers(model, folder)
@@ -395,7 +395,7 @@ def _prepare_quantized_layers(
     for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
         vars(part).pop("quantization_config", None)
     # The head's weight is read by losses and samplers, also in chunks.
-    full = {name for name, module in modules.items() if not kept or module is hf.head(model)}
+    full = {name for name, module in modules.items() if not stays_packed or module is hf.head(model)}
     weights.dequantize({name: layers[name] for name in full}, shapes)
     packed = {
         pack_(modules[name], stored_as.form(shapes[name])): stored_as

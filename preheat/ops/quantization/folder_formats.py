@@ -206,8 +206,8 @@ def _from_elements(
 
     wanted = torch.float8_e4m3fn if form.is_float else torch.int8
     if codes.dtype != wanted:
-        found, should = (str(dtype).removeprefix("torch.") for dtype in (codes.dtype, wanted))
-        raise ValueError(f"weight is in {found}, not in {should}")
+        actual, expected = (str(dtype).removeprefix("torch.") for dtype in (codes.dtype, wanted))
+        raise ValueError(f"weight is in {actual}, not in {expected}")
     if form.is_float:
         return codes.view(torch.uint8), _to_blocks(scales, form), None
     zero = None if zeros is None else _to_blocks(_to_unsigned(zeros), form)

@@ -105,7 +105,9 @@ def awq(shape: tuple[int, int]) -> Stored:
     return Stored(tensors, mean(codes, zeros, scales, lambda i: i // GROUP))
 
 
-def words(bits: int, *, symmetric: bool = True, whole: bool = False, ordered: bool = False) -> Callable[..., Stored]:
+def pack_quantized(
+    bits: int, *, symmetric: bool = True, whole: bool = False, ordered: bool = False
+) -> Callable[..., Stored]:
     """compressed-tensors' pack-quantized."""
 
     def store(shape: tuple[int, int]) -> Stored:
@@ -178,10 +180,10 @@ FOLDERS: dict[str, tuple[Callable[..., Stored], dict[str, Any]]] = {
     "gptq_2_whole": (gptq(2, whole=True), GPTQ | {"bits": 2, "group_size": -1}),
     "gptq_v2": (gptq(4, version=2), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
-    "int4": (words(4), group("pack-quantized")),
-    "int4_zeros": (words(4, symmetric=False), group("pack-quantized", symmetric=False)),
-    "int4_order": (words(4, ordered=True), group("pack-quantized", actorder="group")),
-    "int8_words": (words(8, whole=True), group("pack-quantized", **CHANNEL)),
+    "int4": (pack_quantized(4), group("pack-quantized")),
+    "int4_zeros": (pack_quantized(4, symmetric=False), group("pack-quantized", symmetric=False)),
+    "int4_order": (pack_quantized(4, ordered=True), group("pack-quantized", actorder="group")),
+    "int8_words": (pack_quantized(8, whole=True), group("pack-quantized", **CHANNEL)),
     "int8": (integers(), group("int-quantized", **CHANNEL)),
     "int8_zeros": (integers(symmetric=False), group("int-quantized", symmetric=False, **CHANNEL)),
     "float8": (
@@ -361,17 +363,17 @@ def test_a_plan_counts_the_packed_weights(tmp_path: Path) -> None:
     def plan(*more: str) -> Any:
         return observe(Request(recipes.parse(recipe, overrides=list(more)), DEVICE, vocabulary=96))
 
-    plain, kept = plan("model.quantized_weights=dequantized"), plan()
-    held = sum(p.nbytes for p in opened(tmp_path, "{lora: {}}").trained[0].parameters())
+    plain, packed_plan = plan("model.quantized_weights=dequantized"), plan()
+    resident = sum(p.nbytes for p in opened(tmp_path, "{lora: {}}").trained[0].parameters())
     (tmp_path / "model.safetensors").unlink()
     alone = plan()
-    assert alone.parameters == kept.parameters == plain.parameters
-    sizes = [seen.categories[Phase.LOAD]["parameters"] for seen in (plain, kept, alone)]
+    assert alone.parameters == packed_plan.parameters == plain.parameters
+    sizes = [seen.categories[Phase.LOAD]["parameters"] for seen in (plain, packed_plan, alone)]
     weights = 16_384  # of the 13 packed layers
     assert sizes[0] - sizes[1] == weights * (4 - (1 / 2 + 2 / GROUP))
     assert sizes[1] == sizes[2]
-    assert held <= sizes[1] < held + 1_000  # besides the tables of rotary embedding
-    assert kept.peak[Phase.FORWARD] < plain.peak[Phase.FORWARD]
+    assert resident <= sizes[1] < resident + 1_000  # besides the tables of rotary embedding
+    assert packed_plan.peak[Phase.FORWARD] < plain.peak[Phase.FORWARD]
 
 
 @pytest.mark.parametrize(
