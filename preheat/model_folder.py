@@ -24,6 +24,8 @@ __all__ = [
     "DEQUANTIZED",
     "FAULTS",
     "INDEX",
+    "PACKED",
+    "STORED",
     "WEIGHTS",
     "Weights",
     "beginning_tokens",
@@ -33,6 +35,7 @@ __all__ = [
     "describe_missing_weights",
     "find_stop_tokens",
     "open_tensors",
+    "keeps_quantization",
     "quantization_of",
     "silence_transformers",
     "read_object",
@@ -45,6 +48,12 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DEQUANTIZED = ("fp8", "mxfp4")
 """`quant_method` of the published checkpoints (DeepSeek-V3, gpt-oss) that are read in full precision, dequantized."""
+
+PACKED = ("awq", "compressed-tensors", "fp8", "gptq")
+"""`quant_method` of the published checkpoints whose linear layers can stay packed in memory, frozen."""
+
+STORED = "preheat"
+"""`quant_method` of the models that preheat writes."""
 
 FAULTS = (
     ArithmeticError,
@@ -222,6 +231,22 @@ def quantization_of(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(settings := part.get("quantization_config"), dict):
             return settings
     return {}
+
+
+def keeps_quantization(method: object, choice: str) -> bool:
+    """True if the model of a folder of this `quant_method` is quantized in memory too, or cannot be read at all.
+
+    Args:
+        choice: `model.quantized_weights`.
+
+    Example:
+        >>> keeps_quantization("gptq", "auto"), keeps_quantization("fp8", "auto"), keeps_quantization("fp8", "packed")
+        (True, False, True)
+    """
+    if method not in (*PACKED, *DEQUANTIZED):
+        return True
+    # FP8 and MXFP4 have always been read in full precision: `auto` does not change these recipes.
+    return choice == "packed" or (choice == "auto" and method not in DEQUANTIZED)
 
 
 class Weights(NamedTuple):

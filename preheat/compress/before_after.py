@@ -111,12 +111,14 @@ class Baseline:
         """Measures a model, then merges its adapters in place and casts all weights to fp32, as methods expect them."""
         from preheat.ops.adapters.peft_layers import merge, names_of
         from preheat.ops.quantization.fake_quant import unfake_
+        from preheat.ops.quantization.packed import unpack_all_
 
         model: PreTrainedModel = opened.build.trained[0]
         # First, while adapters and fake quantization are those that the model was trained with.
         result, logits = evaluate_quality(opened, texts, measured), compute_held_out_logits(model, opened)
         if names_of(model):
             merge(model)
+        unpack_all_(model)
         unfake_(model)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         model.float().requires_grad_(False)

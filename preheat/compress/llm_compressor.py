@@ -22,6 +22,7 @@ from preheat.errors import RunError
 from preheat.files import to_json
 from preheat.hardware.child_processes import describe_exit, tie_to_parent
 from preheat.ops.quantization.grids import Groups
+from preheat.ops.quantization.stored import unpack_codes as unpack_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,8 +156,5 @@ def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
         >>> unpack_codes(torch.tensor([[0x76543210]], dtype=torch.int32), 4, 8).tolist()
         [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    # (out, words, codes per word); the mask drops the sign bits that the arithmetic shift copies.
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    # The last word of a row may be filled up.
-    return codes.flatten(1)[:, :inputs].to(torch.uint8)
+    # A word's bytes begin with its lowest.
+    return unpack_bytes(packed.contiguous().view(torch.uint8), bits, inputs)

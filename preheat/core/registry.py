@@ -134,6 +134,11 @@ def problems_of(t: Technique, context: Context) -> list[Problem]:
         reasons = t.check(context)
     elif context.model.encoder and not t.supports_encoder_decoder:
         reasons = [f"was made for decoder-only models, and {context.model.family} has an encoder; leave it out"]
+    elif context.model.quantized and Tag.QUANTIZED_BASE in t.conflicts:
+        reasons = [
+            f"cannot go with weights that stay packed in {context.model.quantized}; leave it out, or set "
+            "model.quantized_weights: dequantized"
+        ]
     else:
         reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(
             context

@@ -73,6 +73,12 @@ class ModelFacts:
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both
     alibi_dim: int = 0  # dimensions of queries and keys besides head_dim, which have ALiBi's distances; 0: none
+    quantized: str = ""  # `quant_method` of a folder whose weights stay packed; "": none, or they are dequantized
+
+    @property
+    def storage_tags(self) -> frozenset[Tag]:
+        """The tags that the storage of the model's weights provides."""
+        return frozenset({Tag.QUANTIZED_BASE} if self.quantized else ())
 
 
 @dataclass(frozen=True)

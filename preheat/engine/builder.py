@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from preheat.core import (
     DATA,
@@ -37,9 +37,10 @@ from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
 from preheat.hardware.connectivity import is_hub_offline
-from preheat.model_folder import DEQUANTIZED, describe_missing_weights
+from preheat.model_folder import DEQUANTIZED, PACKED, STORED, describe_missing_weights
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial, text_part
 from preheat.models.hub_config import find_hub_folder
+from preheat.models.quantized_folders import packed_method, stored_quantization
 from preheat.models.token_mixers import find_recurrent_mixers, kernel_packages, missing_kernels
 from preheat.models.weights import WeightSource, materialize, resize_rows
 from preheat.ops.attention.multihead import attend_in_chunks
@@ -49,7 +50,6 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from preheat.core.json_types import JsonObject
     from preheat.ops.optim.param_groups import WeightSettings
@@ -127,7 +127,8 @@ def build_context(
         )
     facts = facts or hf.read_facts(config)
     # A sink is a token at the start of each document that all of it sees (models/sinks.py).
-    return Context(recipe, facts, device, tags | {Tag.GLOBAL_TOKENS} if facts.sinks else tags, sizes)
+    tags |= {Tag.GLOBAL_TOKENS} if facts.sinks else set()
+    return Context(recipe, facts, device, tags | facts.storage_tags, sizes)
 
 
 def build(
@@ -173,6 +174,8 @@ def build(
     techniques = list_techniques(recipe)
     if problems := conflicts_of(techniques, context):
         raise TechniqueError(problems)
+    if not reading:
+        _require_frozen(recipe, context.tags, context.model.quantized)
     # DeepSpeed cannot run on fake tensors: what is planned is the same recipe with torch's own means.
     if dry is not None and recipe.parallel.engine == "deepspeed":
         from preheat.recipe.native import to_native_engine
@@ -240,10 +243,14 @@ def require_model(recipe: Recipe, source_config: PretrainedConfig | None) -> Non
     folder = _find_weights_folder(recipe)
     if folder is None:
         return
-    if stored := getattr(config, "quantization_config", None):
-        _require_trainable(recipe, stored if isinstance(stored, dict) else stored.to_dict())
+    stored = stored_quantization(config)
+    if stored.get("quant_method") == STORED:
+        _require_trainable(recipe, stored)
+    _require_frozen(recipe, _provided_tags(recipe), packed_method(config))
     layers = hf.find_anatomy(model).layers
-    WeightSource(folder).require_model(
+    weights = WeightSource(folder)
+    _prepare_quantized_layers(weights, model, config, recipe)
+    weights.require_model(
         model,
         next((name for name, module in model.named_modules() if module is layers), ""),
         cut="num_hidden_layers" in recipe.model.config,
@@ -267,8 +274,11 @@ def _build_on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *
         _record_recurrent(model_build, model)
     model_build.weights = WeightSource(_find_weights_folder(recipe, dry=dry), required=not dry)
     # The modules must match the folder's tensors before any technique sees the model.
-    if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
-        _load_stored_quantization(model_build, stored, reading)
+    if model_build.weights.folder is not None:
+        if stored_quantization(config).get("quant_method") == STORED:
+            _load_stored_quantization(model_build, stored_quantization(config), reading)
+        elif change := _prepare_quantized_layers(model_build.weights, model, config, recipe):
+            model_build.changes["quantized_weights"] = [change]
     return model_build
 
 
@@ -357,12 +367,74 @@ def _apply_technique(t: Technique, model_build: Build, part: nn.Module) -> Chang
         raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))], str(error)) from error
 
 
-def _load_stored_quantization(model_build: Build, stored: JsonObject | QuantizationConfigMixin, reading: bool) -> None:
-    """Gives the meta model the modules of a folder that `preheat compress` wrote; rejects other quantized folders."""
+def _prepare_quantized_layers(
+    weights: WeightSource, model: PreTrainedModel, config: PretrainedConfig, recipe: Recipe
+) -> Change | None:
+    """Packs the linear layers of a meta model as its published folder has them, or lets them be dequantized when read.
+
+    Returns:
+        A description of the packed layers; None without such.
+
+    Raises:
+        RecipeError: the folder's quantization is not supported.
+    """
+    from preheat.ops.adapters.peft_layers import count_parameters
+    from preheat.ops.quantization.folder_formats import read_folder_format
+    from preheat.ops.quantization.stored import pack_
+
+    stored = stored_quantization(config)
+    # With `dequantized` the configuration does not have it any more; transformers' rules dequantize FP8 and MXFP4.
+    stays_packed, read = bool(stored), stored or weights.quantization
+    if not read or (not stays_packed and read.get("quant_method") in DEQUANTIZED):
+        return None
+    folder = read_folder_format(recipe.model.path, read)
+    layers = weights.find_layers(model, folder)
+    modules: dict[str, Any] = {name: model.get_submodule(name) for name in layers}
+    shapes = {name: (module.out_features, module.in_features) for name, module in modules.items()}
+    # What is trained here, or saved of it, is no folder of that method.
+    for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
+        vars(part).pop("quantization_config", None)
+    # The head's weight is read by losses and samplers, also in chunks.
+    full = {name for name, module in modules.items() if not stays_packed or module is hf.head(model)}
+    weights.dequantize({name: layers[name] for name in full}, shapes)
+    packed = {
+        pack_(modules[name], stored_as.form(shapes[name])): stored_as
+        for name, stored_as in layers.items()
+        if name not in full
+    }
+    weights.keep_packed(packed.items())
+    if not packed:
+        return None
+    count = sum(module.count_packed()[0] for module in packed)
+    size = sum(module.count_packed_bytes() for module in packed) / count
+    rest = count_parameters(model)[1] - count
+    note = f"; {folder.note}" if folder.note else ""
+    return Change(
+        f"{len(packed)} linear maps stay in {folder.method} ({folder.label}), frozen: {count:,} weights at {size:.3f} "
+        f"bytes; {rest:,} are not quantized{note}",
+        len(packed),
+    )
+
+
+def _provided_tags(recipe: Recipe) -> frozenset[Tag]:
+    return frozenset(tag for t in list_techniques(recipe) for tag in t.provided())
+
+
+def _require_frozen(recipe: Recipe, tags: frozenset[Tag], method: str) -> None:
+    """Raises RecipeError if a recipe trains weights that stay packed in the format `method` ("": none do)."""
+    if method in PACKED and Tag.FROZEN_BASE not in tags:
+        raise RecipeError(
+            f"model.path: {recipe.model.path} is stored in {method}, and packed weights cannot be trained; add "
+            "techniques.lora, or set model.quantized_weights: dequantized to train all weights in full precision"
+        )
+
+
+def _load_stored_quantization(model_build: Build, stored_config: JsonObject, reading: bool) -> None:
+    """Gives the meta model the modules of a folder that `preheat compress` wrote."""
     from preheat.ops.quantization import serialization as ours
 
-    path, stored_config = model_build.recipe.model.path, stored if isinstance(stored, dict) else stored.to_dict()
-    if not reading or stored_config.get("quant_method") != ours.STORED:
+    path = model_build.recipe.model.path
+    if not reading:
         _require_trainable(model_build.recipe, stored_config)
     (part,) = model_build.trained
     try:
@@ -375,18 +447,10 @@ def _load_stored_quantization(model_build: Build, stored: JsonObject | Quantizat
     model_build.weights.fresh(r"(?!)", names, ours.register_tables)  # no parameter is fresh, only the tables
 
 
-def _require_trainable(recipe: Recipe, stored: JsonObject) -> None:
-    """Raises RecipeError for a folder of quantized weights."""
-    from preheat.ops.quantization import serialization as ours
-
-    path, kind = recipe.model.path, stored.get("quant_method")
-    if kind != ours.STORED:
-        raise RecipeError(
-            f"model.path: {path} is stored quantized ({shorten(str(kind))}), which preheat does not read (it reads "
-            f"{' and '.join(DEQUANTIZED)}); name the original model, and add techniques.nf4 for a 4-bit base"
-        )
+def _require_trainable(recipe: Recipe, stored: JsonObject) -> NoReturn:
+    """Raises RecipeError for a folder that `preheat compress` wrote."""
     raise RecipeError(
-        f"model.path: {path} is compressed ({stored.get('method')}): quantized weights cannot be trained "
+        f"model.path: {recipe.model.path} is compressed ({stored.get('method')}): quantized weights cannot be trained "
         "or take adapters; name the original model, and add techniques.quantization_aware to train towards few "
         "bits, or techniques.nf4 for a base in 4 bits"
     )

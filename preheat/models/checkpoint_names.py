@@ -159,6 +159,14 @@ class Names:
         assert stored is not None
         return stored
 
+    def named(self) -> dict[str, str]:
+        """The name in the model of each tensor of the files, also of those that it has no parameter for."""
+        return {key: stored.first for stored in self._stored.values() for key in stored.keys}
+
+    def mark_read(self, keys: Iterable[str]) -> None:
+        """Marks tensors of the files as read, under whatever name."""
+        self._read |= set(keys)
+
     def value(self, name: str, stored: Stored, tensor: Callable[[str], Tensor]) -> Tensor:
         """Assembles a parameter's value: one tensor of the files as it is, or several merged or converted.
 
@@ -212,7 +220,7 @@ class Names:
         if any(name.endswith("position_ids") for name in buffers):
             ignored.add(r"(^|\.)position_ids$")
         pattern = re.compile("|".join(f"({part})" for part in ignored)) if ignored else None
-        names = {key: stored.first for stored in self._stored.values() for key in stored.keys}
+        names = self.named()
         return {
             key: names[key]
             for key in self._keys

@@ -14,7 +14,7 @@ from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError, suggest_nearest
 from preheat.hardware.connectivity import find_cached_folder, is_hub_offline, is_hub_reachable
-from preheat.model_folder import DEQUANTIZED, FAULTS, describe_fault, quantization_of, read_object
+from preheat.model_folder import FAULTS, describe_fault, keeps_quantization, quantization_of, read_object
 from preheat.models import moe, presets, size_dial, text_part, vision
 from preheat.models.hub_config import is_hub_name
 from preheat.models.layer_sizes import max_over_layers
@@ -335,7 +335,7 @@ def _read_config(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     # With a path, too, the folder is read, and the preset has to describe the same model.
     if model.path is None:
         return preset
-    config = text_part.text_config(read(model.path, model.trust_remote_code), model.part)
+    config = text_part.text_config(_read_of(recipe, model.path), model.part)
     if config.model_type != preset.model_type:
         raise RecipeError(
             f"model.preset: {model.preset} is a {preset.model_type}, but {model.path} holds a {config.model_type}; "
@@ -357,8 +357,14 @@ def _full_config(recipe: Recipe) -> PretrainedConfig | None:
     """The configuration as published, with all parts; None for a new model."""
     model = recipe.model
     if model.path is not None:
-        return read(model.path, model.trust_remote_code)
+        return _read_of(recipe, model.path)
     return preset_config(model.preset) if model.preset is not None else None
+
+
+def _read_of(recipe: Recipe, path: str) -> PretrainedConfig:
+    """Reads the configuration of a recipe's folder; new weights are not quantized."""
+    choice = "dequantized" if recipe.model.weights == "random" else recipe.model.quantized_weights
+    return read(path, recipe.model.trust_remote_code, choice=choice)
 
 
 def wrapper_config(recipe: Recipe) -> PretrainedConfig | None:
@@ -387,12 +393,14 @@ def preset_config(name: str) -> PretrainedConfig:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def read(path: str, asks: bool = False) -> PretrainedConfig:
+def read(path: str, asks: bool = False, *, choice: str = "auto") -> PretrainedConfig:
     """The configuration of a folder, or of a name on the hub (only from its cache if HF_HUB_OFFLINE is set).
 
     Args:
         asks: the recipe asks for the folder's own code (`model.trust_remote_code`), even if transformers has a class
             for it.
+        choice: `model.quantized_weights`. The configuration keeps the folder's `quantization_config` only if the
+            weights stay quantized in memory.
 
     Raises:
         RecipeError: there is none, it contradicts itself, or it needs code of its own that was not allowed to run.
@@ -434,7 +442,7 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         config.head_dim = config.qk_rope_head_dim  # transformers derives it, but a null in the file overwrites it
     if folder.exists():
         _require_sizes(config, file, values)
-    if quantization_of(values).get("quant_method") in DEQUANTIZED:
+    if (stored := quantization_of(values)) and not keeps_quantization(stored.get("quant_method"), choice):
         # The weights are read dequantized, so that the model, and what is saved of it, is not quantized.
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             vars(part).pop("quantization_config", None)

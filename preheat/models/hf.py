@@ -34,6 +34,7 @@ from preheat.models.module_lookup import (
     softcap,
 )
 from preheat.models.presets.preset import NOT_TRAINED
+from preheat.models.quantized_folders import packed_method
 from preheat.models.reference_logits import compute_reference_logits
 from preheat.models.sinks import CHUNK, attend_with_sinks, cut_into_chunks, set_chunks
 from preheat.models.tested_versions import warn_of_untested
@@ -191,6 +192,7 @@ def read_facts(config: PretrainedConfig) -> ModelFacts:
         vision=vision.read_vision(config),
         encoder=encoder,
         alibi_dim=alibi.EXTRA_DIM if text.model_type in alibi.FAMILIES else 0,
+        quantized=packed_method(config),
     )
 
 

@@ -7,15 +7,16 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from preheat.errors import RecipeError
 from preheat.model_folder import (
     DEQUANTIZED,
     FAULTS,
+    PACKED,
     check_finite,
     describe_fault,
     find_weight_files,
@@ -27,6 +28,7 @@ from preheat.model_folder import (
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
 from preheat.models.hf import full_model
+from preheat.models.quantized_folders import LAYER_KEYS, choose_layers, find_unknown_layer
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from preheat.models.quantized_folders import Folder, Format, PackedLayer
+
 __all__ = ["Packed", "WeightSource", "materialize", "resize_rows"]
+
+T = TypeVar("T")
+# Dtypes of scales by safetensors' names; powers of two in 8 bits are held as fp32.
+_SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E8M0": "float32"}
 
 _log = logging.getLogger("preheat.weights")  # shown by the command line; other programs configure it themselves
 
@@ -193,6 +201,10 @@ class WeightSource:
         self._files: dict[str, Path] = {}
         self._names: Names | None = None
         self._has_parts = False  # text and vision, of which a text model reads its own
+        self._formats: dict[int, Format] = {}  # of the layers that stay quantized, by the id of the module
+        self._layer_keys: dict[str, str] = {}  # of all quantized layers: name of a tensor in the model -> key
+        self.quantization: dict[str, Any] = {}
+        """The folder's `quantization_config`."""
         self._quantized: dict[str, Any] = {}  # how the files' weights are quantized, if they are read dequantized
         if folder is not None and (required or any(folder.glob("*.safetensors"))):
             self._index_files(folder)
@@ -203,10 +215,9 @@ class WeightSource:
         self._has_parts = isinstance(values.get("text_config"), dict)
         weights = find_weight_files(folder, self.knob, stated=values.get("transformers_weights"))
         self.notes = weights.notes
-        stored = quantization_of(values)
+        stored = self.quantization = quantization_of(values)
         if stored.get("quant_method") in DEQUANTIZED:
             self._quantized = stored
-            self.notes.append(f"{folder}: stored in {stored['quant_method']}; its weights are dequantized when read")
         twice = []
         for file in weights.files:
             with open_tensors(file, self.knob) as opened:
@@ -236,6 +247,83 @@ class WeightSource:
         """Registers modules whose weights are in the checkpoint and get packed into the matching parameters."""
         self._packed |= {id(module): module for module in modules}
         self.fresh(pattern, (), lambda module: None)
+
+    def find_layers(self, model: PreTrainedModel, folder: Folder) -> dict[str, Format]:
+        """Returns the quantized linear layers of a model on meta, by their names.
+
+        Raises:
+            RecipeError: the files have quantized tensors for which the model has no linear layer (stacked experts).
+        """
+        from torch import nn
+
+        names = None
+        if self._files:
+            linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+            places = {f"{name}.{key}" for name in linear for key in LAYER_KEYS}
+            # Without rules that dequantize: these join the tensors of a layer.
+            names = self._find_names(model, quantized={}, places=places)
+        try:
+            layers = choose_layers(model, folder, None if names is None else lambda name: names.find(name) is not None)
+        except ValueError as error:
+            raise self._refuse_layer(str(error), model) from None
+        if names is None:
+            return layers
+        for name in (f"{name}.{key}" for name in layers for key in LAYER_KEYS):
+            if (stored := names.find(name)) is not None:
+                (self._layer_keys[name],) = stored.keys
+        dtypes = self._read_headers(lambda tensor: _SCALE_DTYPES.get(tensor.get_dtype()))
+        for name, layer in layers.items():
+            key = next(key for part in layer.scale_keys if (key := self._layer_keys.get(f"{name}.{part}")))
+            if dtype := dtypes[key]:
+                layers[name] = layer.with_scales_in(dtype)
+        # FP8 layers besides these (stacked experts) are dequantized by transformers' rules.
+        if folder.method != "fp8" and (odd := find_unknown_layer(model, names.named(), layers)) is not None:
+            raise self._refuse_layer(f"{odd} is quantized", model)
+        self.leave(folder.ignored)
+        return layers
+
+    def _refuse_layer(self, problem: str, model: PreTrainedModel) -> RecipeError:
+        return RecipeError(
+            f"{self.knob}: {self.folder}: {problem}, and {type(model).__name__} has no linear layer there (preheat "
+            "reads quantized linear layers, but not experts in one matrix); name the original model"
+        )
+
+    def keep_packed(self, layers: Iterable[tuple[PackedLayer, Format]]) -> None:
+        """Registers layers whose tensors are read as they are stored."""
+        self._formats |= {id(module): stored for module, stored in layers}
+        self.fresh(r"\.packed_", (), lambda module: None)
+
+    def dequantize(self, layers: Mapping[str, Format], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Registers layers whose weights are dequantized to fp32 when they are read."""
+
+        def make(name: str) -> Tensor:
+            layer = name.removesuffix(".weight")
+            return self._read_layer(layer, shapes[layer], layers[layer].dequantize)
+
+        if layers:
+            self.compose(rf"^(?:{'|'.join(map(re.escape, layers))})\.weight$", make)
+
+    def _read_layer(
+        self, name: str, shape: tuple[int, int], convert: Callable[[Callable[[str], Tensor | None], tuple[int, int]], T]
+    ) -> T:
+        """Returns what `convert` makes of the tensors of a quantized layer."""
+
+        def read(part: str) -> Tensor | None:
+            key = self._layer_keys.get(f"{name}.{part}")
+            return None if key is None else self._read_tensor(key)
+
+        try:
+            return convert(read, shape)
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, RecipeError):
+                raise
+            raise self._describe_misfit(name, error) from None
+
+    def _describe_misfit(self, name: str, error: Exception) -> RecipeError:
+        return RecipeError(
+            f"{self.knob}: {self.folder}: {name}: {describe_fault(error, 160)}; its files do not fit the "
+            "quantization_config of its config.json: restore the model's own"
+        )
 
     def fingerprint(self) -> str:
         """A hash that changes with the weights' files: names, sizes, and samples of the content of each."""
@@ -360,6 +448,9 @@ class WeightSource:
     def _read(self, model: PreTrainedModel) -> None:
         everything = full_model(model)
         self._names = names = self._find_names(model)
+        kind = self.quantization.get("quant_method")
+        if kind in (*PACKED, *DEQUANTIZED) and not self._formats:
+            self.notes.append(f"{self.folder}: stored in {kind}; its weights are dequantized when read")
         missing: list[str] = []
 
         def read(name: str, target: Tensor) -> None:
@@ -377,6 +468,10 @@ class WeightSource:
             if packed := self._packed.get(id(module)):
                 with packed.written() as weight:
                     read(f"{name}.weight", weight)
+        for name, module in model.named_modules():
+            if stored_format := self._formats.get(id(module)):
+                self._fill_layer(_strip_wrappers(f"{name}.")[:-1], module, stored_format)  # type: ignore[arg-type]
+        names.mark_read(self._layer_keys.values())
         for owner, module in _find_initializers(model, model):  # buffers that no checkpoint has, such as rotary tables
             if id(module) not in self._packed:
                 with _remove_placeholders(module):
@@ -394,7 +489,26 @@ class WeightSource:
         self._compare_tied(names)
         self._tell_left(everything, names)
 
-    def _find_names(self, model: PreTrainedModel) -> Names:
+    def _fill_layer(self, name: str, layer: PackedLayer, stored: Format) -> None:
+        tensors = self._read_layer(name, layer.full_shape, stored.convert)
+        try:
+            layer.fill_(tensors)
+        except ValueError as error:
+            raise self._describe_misfit(name, error) from None
+
+    def _find_names(
+        self,
+        model: PreTrainedModel,
+        *,
+        quantized: Mapping[str, Any] | None = None,
+        places: Iterable[str] = (),
+    ) -> Names:
+        """The names of the files' tensors in a model.
+
+        Args:
+            quantized: as for `Names`; None: of this folder.
+            places: names besides those of parameters and buffers.
+        """
         everything = full_model(model)
         # A text model can be read from the files of a model with several parts, whose names differ.
         whole = self._has_parts and everything.config.get_text_config() is everything.config
@@ -402,9 +516,9 @@ class WeightSource:
             return Names(
                 everything,
                 self._files,
-                self._readable_names(model),
+                {*self._readable_names(model), *places},
                 of_whole=whole,
-                quantized=self._quantized,
+                quantized=self._quantized if quantized is None else quantized,
             )
         except FAULTS as error:
             if not self._quantized:
@@ -434,10 +548,12 @@ class WeightSource:
         """
         import torch
 
-        names, shapes = self._find_names(model), self._read_shapes()
+        names, shapes = self._find_names(model), self._read_headers(lambda tensor: tensor.get_shape())
         head = getattr(model.get_output_embeddings(), "weight", None)
         missing: list[str] = []
         for name, p in [*model.named_parameters(), *moe.biases(model).items()]:
+            if self._is_fresh(name) or any(pattern.search(name) for pattern, _ in self._composed):
+                continue
             if (stored := names.find(name)) is None:
                 missing += [] if headless and p is head else [name]
                 continue
@@ -463,13 +579,13 @@ class WeightSource:
                 "recipe trains the first ones on purpose)"
             )
 
-    def _read_shapes(self) -> dict[str, list[int]]:
-        """The shape of each tensor of the files, by their headers."""
-        shapes = dict[str, list[int]]()
+    def _read_headers(self, of: Callable[[Any], T]) -> dict[str, T]:
+        """Returns `of` the description of each tensor of the files: no value is read."""
+        values = dict[str, T]()
         for file in dict.fromkeys(self._files.values()):
             with open_tensors(file, self.knob) as opened:
-                shapes |= {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
-        return shapes
+                values |= {key: of(opened.get_slice(key)) for key in opened.keys()}  # noqa: SIM118
+        return values
 
     def _describe_misshapen(self, name: str, value: Tensor, target: Tensor, stored: Stored | None) -> RecipeError:
         where = self._files[stored.keys[0]].name if stored is not None else "the folder"

@@ -140,6 +140,11 @@ RULES: tuple[Rule, ...] = (
         "num_layers, hidden_size and num_heads determine the size of the model; leave it out, or them",
         refuse=True,
     ),
+    Rule(
+        "model.quantized_weights",
+        lambda r: r.model.path and r.model.weights == "pretrained",
+        "only the weights of model.path can be quantized; leave it out",
+    ),
     Rule("model.trust_remote_code", lambda r: r.model.path, "only the folder of model.path brings code; leave it out"),
     # The data: fields, layouts and `datasets` names that the source cannot have. A list of sources may have any.
     _require_rows("layout"),

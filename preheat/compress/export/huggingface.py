@@ -28,7 +28,9 @@ from preheat.models.vision import copy_processor, draw_image
 from preheat.ops.adapters.peft_layers import merge, names_of
 from preheat.ops.classification_head import ClassHead, convert_to_sequence_classifier, pad_for
 from preheat.ops.quantization.fake_quant import unfake_
+from preheat.ops.quantization.packed import unpack_all_
 from preheat.ops.quantization.serialization import is_compressed
+from preheat.ops.quantization.stored import has_stored_layers
 from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
@@ -111,6 +113,11 @@ def write_held(
         raise RunError(
             f"{run}: is compressed, and quantized weights cannot be written in other formats; export the original model"
         )
+    if dtype is None and has_stored_layers(model):
+        raise RunError(
+            f"{run}: its base is stored in {opened.build.weights.quantization['quant_method']}, in which an adapter "
+            "cannot be merged; write full weights with --dtype bfloat16, or the adapter alone with --to peft"
+        )
     # Before `unfake_` and `merge`: the run's perplexity is that of the model as it was trained.
     held_text = choose_held_out_text(opened, run)
     # The comparison takes more memory than training a model on a 4-bit base: on the host, if the GPU lacks it.
@@ -140,6 +147,7 @@ def write_held(
     # Before merging, so that the comparison covers the merge as well.
     wanted = verify.compute_logits(model, rows, image_rows)
     merged = merge(model) if names_of(model) else 0
+    unpack_all_(model)  # of a folder without an adapter
     # A classifier has its own class in transformers, which reads logits at the last token only.
     if pad is not None:
         text_note = note_text_alone(layout.whole, "it is a classifier") if layout is not None else text_note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from preheat.compress.export.held_out_text import choose_held_out_text
 from preheat.compress.special_tokens import EndTokens, require_same_tokens, set_end_tokens
 from preheat.core import Stage
 from preheat.core.export import ExportResult
+from preheat.engine.builder import build
+from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
@@ -34,6 +37,8 @@ from preheat.ops.adapters.peft_layers import adapter_tensors, base_layer_of, nam
 from preheat.ops.grouped_mm import stacks_of
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.nf4 import PackedMap, build_tables, dequantize, quantize
+from preheat.ops.quantization.stored import has_stored_layers
+from preheat.recipe import Hardware, Model, Recipe, Stop
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -51,6 +56,10 @@ _NF4 = (
 _HALF = (
     "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in its stored precision its "
     "logits differ by up to {1:.2g}"
+)
+_STORED = (
+    "the adapter was trained on the base in {0}, whose weights were dequantized exactly: load that folder under it; "
+    "kernels for {0} round the weights to half precision, which changes logits slightly"
 )
 _MERGED = 1e-3
 """Accepted change by merging in fp32, relative to the largest logit; some adapters lose digits by cancellation."""
@@ -80,8 +89,14 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     model: PreTrainedModel = opened.build.trained[0]
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
+    stored = opened.build.weights.quantization.get("quant_method") if has_stored_layers(model) else None
     base = _resolve_base(opened, names, run)
     published = _Published.of(opened, run)
+    if stored and published.whole is not None:
+        raise RunError(
+            f"--to peft: {run}: trained the text part of a {published.whole.config.model_type} whose folder is stored "
+            f"in {stored}, which cannot be read back whole; write the merged model with --to hf --dtype bfloat16"
+        )
     held_text = choose_held_out_text(opened, run)
     unfake_(model)  # the adapter belongs to the unrounded weights
     accepted = verify.Bound(verify.TOLERANCE[torch.float32] if tolerance is None else tolerance)
@@ -128,6 +143,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     # The base is read from the run's folder; the adapter names it as others can find it.
     source, notes = str(opened.build.weights.folder), [held_text.unfinished] if held_text.unfinished else []
     notes += [_PISSA] if pissa else []
+    notes += [_STORED.format(stored)] if stored else []
     # peft generates with the base's settings, so an end token that only the adapter's folder names is never read.
     base_generation = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(
         model.config
@@ -135,10 +151,13 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     ends = set_end_tokens(model, opened)
     settings = model.generation_config
     notes += [*ends.notes, *_note_unread_end_tokens(ends, ends_of(base_generation))]
+    reader = published.reader
+    load_base = functools.partial(_load_base, reader, source, base, load_options)
+    if stored:  # transformers reads these folders with other libraries, and on GPUs
+        load_base = functools.partial(_dequantize_base, opened.recipe, source, base)
     # Frees the run's model before peft loads the base again, twice.
     opened.build.parts.clear()
     del model, packed, whole
-    reader = published.reader
     with NewFolder(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # `_note_other_merge` measures the effect of tied embeddings on merging.
@@ -147,7 +166,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        adapted: PeftModel = peft.get_peft_model(_load_base(reader, source, base, load_options), config)
+        adapted: PeftModel = peft.get_peft_model(load_base(), config)
         with torch.no_grad():
             for name, tensors in values.items():
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
@@ -160,7 +179,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         require_same_tokens(ends.tokenizer, folder)
         settings.save_pretrained(folder)
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
-        reloaded: PeftModel = peft.PeftModel.from_pretrained(_load_base(reader, source, base, load_options), folder)
+        reloaded: PeftModel = peft.PeftModel.from_pretrained(load_base(), folder)
         if half:
             # Before rounding, for the note: the difference that a user sees on the base in its stored precision.
             unrounded_half = verify.compare(wanted, verify.compute_logits(reloaded.get_base_model(), rows))
@@ -405,6 +424,20 @@ def _load_base(reader: str, source: str, name: str, read: JsonObject) -> PreTrai
     import transformers
 
     model: PreTrainedModel = getattr(transformers, reader).from_pretrained(source, **read)
+    model.name_or_path = name
+    return model
+
+
+def _dequantize_base(recipe: Recipe, source: str, name: str) -> PreTrainedModel:
+    """Loads a base that is stored quantized as a plain model in fp32, on the CPU."""
+    plain = Recipe(
+        model=Model(path=source, quantized_weights="dequantized", config=recipe.model.config, part=recipe.model.part),
+        batch=recipe.batch,
+        stop=Stop(max_steps=1),
+        hardware=Hardware(device="cpu"),
+    )
+    model: PreTrainedModel = build(plain, vocabulary=None, device=resolve_device(plain)[0]).trained[0]
+    model.set_attn_implementation("eager")  # as transformers loads it, without our own attention
     model.name_or_path = name
     return model
 

@@ -72,7 +72,7 @@ def read_config(folder: Path, length: int) -> PretrainedConfig:
         raise RecipeError(f"teacher: {error}") from None
     if getattr(config, "quantization_config", None):
         raise RecipeError(
-            f"teacher: {folder} is stored quantized, which preheat does not read; name the original model"
+            f"teacher: {folder} is stored quantized, which a teacher cannot be yet; name the original model"
         )
     return config
 

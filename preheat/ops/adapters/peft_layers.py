@@ -20,7 +20,7 @@ from preheat.ops.adapters.tied_head import TiedHead, tie, untie
 from preheat.ops.classification_head import ClassHead
 from preheat.ops.grouped_mm import ADAPTER
 from preheat.ops.memory.selective_checkpoint import can_keep_results
-from preheat.ops.quantization.nf4 import PackedMap, unpack_
+from preheat.ops.quantization.packed import FrozenPackedMap
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -292,9 +292,15 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
     bases: dict[str, tuple[Any, Any]] = {}
     for name in names:
         base = base_layer_of(model, name)
-        # NF4 layers dequantize to fp32 themselves.
-        low = not isinstance(base, PackedMap) and base.weight.dtype != torch.float32
-        bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
+        if not isinstance(base, FrozenPackedMap):
+            low = base.weight.dtype != torch.float32
+            bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
+        elif base.weight.is_meta:
+            # Of another pipeline stage: its adapter is drawn so that all stages consume the same random numbers.
+            device = next(tensor.device for _, tensor in adapter_tensors(model.get_submodule(name)))
+            bases[name] = base, _create_stand_in(base, device)
+        else:  # dequantizes to fp32 itself
+            bases[name] = base, base
         # The same module path, since per-layer ranks (rank_pattern) match on names.
         parent, (*path, last) = alone, name.split(".")
         for part in path:
@@ -314,6 +320,17 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
             # PiSSA and its like subtract the initial pair from the base: the copy's weight goes back, rounded once.
             if full is not base:
                 base.weight.copy_(full.weight)
+
+
+def _create_stand_in(base: FrozenPackedMap, device: torch.device) -> nn.Module:
+    """Returns a plain layer of zeros in place of a packed one on meta."""
+    plain = copy.deepcopy(base)
+    plain.unpack_()
+    plain.to_empty(device=device)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.zero_()
+    return plain
 
 
 @contextmanager
@@ -371,8 +388,8 @@ def merge(model: nn.Module) -> int:
     for name in names:
         layer: BaseTunerLayer = model.get_submodule(name)
         base = layer.get_base_layer()
-        if isinstance(base, PackedMap):
-            unpack_(base)
+        if isinstance(base, FrozenPackedMap):
+            base.unpack_()
             base_dtype = dtype
         else:
             base_dtype = base.weight.dtype
@@ -384,6 +401,10 @@ def merge(model: nn.Module) -> int:
         parent, _, last = name.rpartition(".")
         # The base replaces peft's wrapper, so that names are those of the original model again.
         setattr(model.get_submodule(parent), last, base)
+    # Packed layers without an adapter, too: a merged model is a plain one.
+    for packed in [module for module in model.modules() if isinstance(module, FrozenPackedMap)]:
+        packed.unpack_()
+        packed.to(dtype)
     for module in model.modules():
         if isinstance(module, TiedHead):
             untie(module)
@@ -393,11 +414,11 @@ def merge(model: nn.Module) -> int:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Returns the numbers of trained and of all weights; counts 4-bit weights as weights, not bytes."""
+    """Returns the numbers of trained and of all weights; counts packed weights as weights, not bytes."""
     # Packed codes are counted as bytes at first, and replaced by the layer's true size.
     total = sum(p.numel() for p in model.parameters())
     for module in model.modules():
-        if isinstance(module, PackedMap):
-            total += module.nf4_shape[0] * module.nf4_shape[1]
-            total -= sum(p.numel() for key, p in module.named_parameters(recurse=False) if key.startswith("nf4_"))
+        if isinstance(module, FrozenPackedMap):
+            weights, elements = module.count_packed()
+            total += weights - elements
     return sum(p.numel() for p in model.parameters() if p.requires_grad), total

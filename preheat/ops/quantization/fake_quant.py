@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from preheat.ops.adapters.peft_layers import added_linear_class
 from preheat.ops.quantization.grids import dequantize_groups, quantize_groups, quantize_rows, round_inputs
-from preheat.ops.quantization.nf4 import PackedMap
+from preheat.ops.quantization.packed import FrozenPackedMap
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -169,7 +169,7 @@ def _require_lora(name: str, module: Any) -> None:
         raise ValueError(
             f"{name}: an adapter with dropout cannot be rounded together with its base; set its dropout to 0"
         )
-    if isinstance(module.get_base_layer(), PackedMap):
+    if isinstance(module.get_base_layer(), FrozenPackedMap):
         raise ValueError(f"{name}: its base is already quantized; train the adapter on the full base")
 
 

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from preheat.ops.cuda_kernels import is_plain, name_failures
 from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
+from preheat.ops.quantization.packed import FrozenPackedMap
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -228,9 +229,10 @@ class _Product(torch.autograd.Function):
         return F.linear(slope, weight if ctx.transposed else weight.t()), *(None,) * 7
 
 
-class PackedMap(nn.Module):
-    """Base of the NF4 linear layers. `weight` is a property, not a parameter: every read dequantizes it in fp32."""
+class PackedMap(FrozenPackedMap):
+    """Base of the NF4 linear layers."""
 
+    packed_names = ("nf4_codes", "nf4_scales", "nf4_ranges")
     nf4_codes: Tensor
     nf4_scales: Tensor
     nf4_ranges: Tensor | None
@@ -238,7 +240,10 @@ class PackedMap(nn.Module):
     nf4_levels: Tensor
     nf4_shape: tuple[int, int]
     nf4_draft: Tensor | None
-    bias: Tensor | None
+
+    @property
+    def full_shape(self) -> tuple[int, int]:
+        return self.nf4_shape
 
     @property
     def weight(self) -> Tensor:
@@ -280,11 +285,13 @@ class PackedMap(nn.Module):
                 if old is not None and value is not None:
                     local(old).copy_(local_shard(value, old))
 
-    def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
-        out = _Product.apply(x, self.nf4_shape, isinstance(self, Conv1D), *self._packed(), *self._tables())
-        return out if self.bias is None else out + self.bias.to(out.dtype)  # type: ignore[no-any-return]
+    def multiply(self, x: Tensor) -> Tensor:
+        return _Product.apply(  # type: ignore[no-any-return]
+            x, self.nf4_shape, isinstance(self, Conv1D), *self._packed(), *self._tables()
+        )
+
+    def unpack_(self) -> None:
+        unpack_(self)
 
 
 class PackedLinear(PackedMap, nn.Linear):  # type: ignore[misc,override]
@@ -321,7 +328,7 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
         module.__class__ = _CLASSES[type(module)]
         assert isinstance(module, PackedMap)
         module.nf4_shape, module.nf4_draft = tuple(weight.shape), None  # type: ignore[assignment]
-        for name, value in zip(("nf4_codes", "nf4_scales", "nf4_ranges"), new, strict=True):
+        for name, value in zip(PackedMap.packed_names, new, strict=True):
             module.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
         # Not saved, since the tables are constants.
         module.register_buffer("nf4_pairs", look.pairs, persistent=False)
@@ -333,7 +340,7 @@ def unpack_(module: PackedMap) -> None:
     """Turns an NF4 layer back into a plain one with an fp32 weight, in place."""
     # Read first, since the property needs all that is deleted below.
     weight = module.weight
-    for name in ("nf4_codes", "nf4_scales", "nf4_ranges"):
+    for name in PackedMap.packed_names:
         del module._parameters[name]
     for name in ("nf4_pairs", "nf4_levels"):
         del module._buffers[name]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from preheat.model_folder import STORED
 from preheat.ops.quantization.grids import HALF
 from preheat.ops.quantization.linear import Fp8Linear, Int4Linear, Int8Embedding, Int8Linear, QuantizedMap, map_weight
 from preheat.ops.quantization.nf4 import PackedMap, build_tables, pack_
@@ -34,8 +35,6 @@ __all__ = [
     "cast_to_half",
 ]
 
-STORED = "preheat"
-"""`quant_method` of the models that preheat writes."""
 _VERSION = 1
 _KINDS: dict[str, type[Int8Linear | Int4Linear | Fp8Linear]] = {
     cls.kind: cls for cls in (Int8Linear, Int4Linear, Fp8Linear)

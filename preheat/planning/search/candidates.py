@@ -184,7 +184,7 @@ class Space:
         sizes = self.sizes((*self.recipe.techniques.values(), *layout))
         if sizes is None or not t.needs <= tags:
             return False
-        return not problems_of(t, Context(self.recipe, self.model, self.device, tags, sizes))
+        return not problems_of(t, Context(self.recipe, self.model, self.device, tags | self.model.storage_tags, sizes))
 
     def settings_of(self, cls: type[Searchable]) -> Searchable:
         """Returns a technique as the recipe has it if that leaves settings open, else with its defaults."""
@@ -196,7 +196,7 @@ class Space:
         for t in others:
             sizes |= {axis: size for axis, size in t.degrees().items() if size > 1}
         sizes[Axis.SHARD] *= self.world // math.prod(sizes.values())
-        tags = frozenset(tag for t in list_techniques(self.recipe) for tag in t.provided())
+        tags = frozenset(tag for t in list_techniques(self.recipe) for tag in t.provided()) | self.model.storage_tags
         context = Context(self.recipe, self.model, self.device, tags, sizes, self.request.per_host)
         return [t for t in self.settings_of(cls).options(context) if self.is_allowed(t)]
 

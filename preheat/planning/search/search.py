@@ -513,7 +513,8 @@ class _Search:
         """Returns the largest speedup of one device by more rows: almost none if rows are long and layers wide."""
         one = self.space.to_single_device(kind)
         # Weights in 4 or 8 bits are dequantized for each micro-batch, however many rows it has.
-        quantized = any(Tag.QUANTIZED_BASE in t.provided() for t in one.recipe.techniques.values())
+        provided = (t.provided() for t in one.recipe.techniques.values())
+        quantized = Tag.QUANTIZED_BASE in self.space.model.storage_tags.union(*provided)
         if quantized or not isinstance(self.rates, Roofline):
             return _TOLERANCE
         # Most techniques change what depends on rows by little: those of the first kind are observed.

@@ -466,6 +466,32 @@ def test_nf4_rounds_the_folders_weights_and_merges_into_full_ones(folders: dict[
     assert relative(logits(b), tuned) < 1e-5
 
 
+def test_merging_unpacks_layers_that_have_no_adapter(folders: dict[str, Path]) -> None:
+    b = made(folders["llama"], "{lora: {rank: 4, target_modules: attention}, nf4: {}}")
+    adapted = logits(b)
+    peft_layers.merge(b.trained[0])
+    assert not [m for m in b.trained[0].modules() if isinstance(m, nf4.PackedMap)]
+    assert relative(logits(b), adapted) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_packed_layers_of_another_pipeline_stage_do_not_change_what_is_drawn(
+    folders: dict[str, Path], variant: str
+) -> None:
+    model: Any = made(folders["llama"], f"{{lora: {{rank: 4, variant: {variant}}}, nf4: {{}}}}").trained[0]
+    names = peft_layers.names_of(model)
+    drawn = []
+    for elsewhere in (False, True):
+        if elsewhere:
+            base = peft_layers.base_layer_of(model, names[0])
+            for key in nf4.PackedMap.packed_names:
+                base._parameters[key] = torch.nn.Parameter(base._parameters[key].to("meta"), requires_grad=False)
+        torch.manual_seed(1)
+        peft_layers.draw(model, model.peft_config["default"], names)
+        drawn.append([t.clone() for _, t in peft_layers.adapter_tensors(model.get_submodule(names[-1]))])
+    assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+
+
 @pytest.mark.parametrize(
     ("family", "name"), [("llama", "model.layers.2.mlp.gate_proj"), ("gpt2", "transformer.h.0.attn.c_attn")]
 )

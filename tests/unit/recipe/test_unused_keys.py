@@ -30,6 +30,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("model.num_experts_per_tok", 1, {"model": {"path": "x", "family": "mixtral"}}, {"model": {"size": "15M", "family": "mixtral"}}),
     ("model.size", "15M", {"model": {"num_layers": 2, "hidden_size": 64, "num_heads": 2}}, {"model": {"num_layers": 2}}),
     ("model.trust_remote_code", True, {}, PATH),
+    ("model.quantized_weights", "packed", {}, PATH),
     ("data.layout", "alpaca", {}, FILE),
     ("data.columns", {"text": "body"}, {}, FILE),
     ("data.text", "body", {"data": {"source": "docstrings"}}, FILE),
