@@ -1,27 +1,24 @@
 """Export to a single GGUF file, for llama.cpp and tools built on it.
 
-The file contains: weights under llama.cpp's names (rows of q and k permuted to its order for llama), in a float format
-or in blocks of 32 by gguf's own quantizers; sizes, rotary embedding and its scaling; the tokenizer with special tokens
-and chat template. Norms and biases stay in fp32. K-quants are made by llama.cpp's `llama-quantize`, if it is on the
-PATH. The file is read back by transformers and its logits compared; with llama.cpp's wheel installed (xllamacpp, the
-extra llama-cpp), llama.cpp runs the file, too.
+The file contains: weights under llama.cpp's names and in its layout, in a float format or quantized in blocks by gguf's
+own quantizers or, for K-quants, by llama.cpp's; the metadata of the family; the tokenizer with special tokens and chat
+template. Norms, biases, routers and kernels of convolutions stay in fp32. The file is read back and its logits
+compared; with llama.cpp's wheel installed (xllamacpp, the extra llama-cpp), llama.cpp runs the file, too.
 Source: the GGUF specification (ggml's docs/gguf.md); names of tensors and keys: the `gguf` package.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import gguf_families, gguf_reader, llama_cpp, llama_quantize, verify
+from preheat.compress.export import gguf_families, gguf_kquants, gguf_reader, llama_cpp, verify
 from preheat.compress.export.gguf_families import Keys
 from preheat.compress.export.gguf_layout import iterate_tensors
 from preheat.compress.export.gguf_tokenizer import add_vocabulary, assign_end_tokens
@@ -29,11 +26,11 @@ from preheat.compress.export.merged_model import Plain, build_configuration, req
 from preheat.core.export import ExportResult, LlamaCppComparison
 from preheat.errors import RunError
 from preheat.hardware.child_processes import tie_to_parent
+from preheat.model_folder import beginning_tokens
 
 if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFValueType, GGUFWriter
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -54,14 +51,14 @@ def write(
 
     Args:
         run: a run, a model's folder, or an adapter's.
-        dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix
-            whose rows are not divisible by 32 stays in f16 (`note` counts them); with q4_0, embedding and head are
-            q8_0.
+        dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k by the quantizer of xllamacpp or `llama-quantize` on the
+            PATH. A matrix whose rows are not whole blocks stays in f16 or, with K-quants, q8_0 (`note` counts them);
+            with q4_0, embedding and head are q8_0.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
 
     Raises:
-        RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or tool; no
+        RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or quantizer; no
             matrix of the layers can have the dtype; the difference exceeds the bound.
 
     Example:
@@ -74,31 +71,33 @@ def write(
         gguf_families.require_supported(config)
     require("gguf", "gguf")
     bound = verify.choose_bound("gguf", dtype, tolerance)
-    quantizer = _find_quantizer(dtype) if "_k" in dtype else None
+    tool = _find_tool(dtype) if "_k" in dtype else None
     with NewFolder(out) as folder:
         with write_plain_model(run, folder, base=base) as model:
+            family = gguf_families.find_family(model.model.config)
             _require_blocks(model.model, dtype)
             name = Path(run).resolve().name
             file = folder / f"{name}-{dtype}.gguf"
-            if quantizer is None:
+            if tool is None:
                 types = _write(model, file, dtype, name)
             else:
-                # K-quants: llama.cpp's quantizer reads an f32 file, so nothing is rounded twice.
+                # K-quants: llama-quantize reads an f32 file, so nothing is rounded twice.
                 unquantized = folder / f"{name}-f32.gguf"
                 _write(model, unquantized, "f32", name)
-                _quantize(quantizer, unquantized, file, dtype)
+                _quantize(tool, unquantized, file, dtype)
                 unquantized.unlink()
-                types = gguf_reader.count_types(file)
-            # transformers dequantizes the file, which checks names, layout and rounding.
+                types = _count_types(file, dtype)
+            # Reading dequantizes the file, which checks names, layout and rounding.
             difference, reloaded = gguf_reader.compare(model, file)
             verify.refuse_beyond(difference, bound, str(out), _HINT)
             llama_cpp_figures = _compare_with_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_collect_notes(model, types, dtype)]
+            reader = model_card.find_version("transformers" if family.read_by_transformers else "gguf")
             if llama_cpp_figures is None:
+                keys = "" if family.read_by_transformers else ", and its keys were not checked"
                 notes.append(
-                    f"compared by {model_card.find_version('transformers')} alone: llama.cpp did not run the "
-                    "file, since its wheel is not installed "
-                    "here (pip install 'preheat[llama-cpp]')"
+                    f"compared by {reader} alone: llama.cpp did not run the file{keys}, since its wheel is not "
+                    "installed here (pip install 'preheat[llama-cpp]')"
                 )
             summary = ExportResult(
                 path=str(out),
@@ -107,7 +106,7 @@ def write(
                 dtype=dtype,
                 types=types,
                 merged=model.merged,
-                read_by=model_card.find_version("transformers"),
+                read_by=reader,
                 llama_cpp=llama_cpp_figures,
                 **vars(verify.build_comparison(difference, bound)),
                 **vars(model.held_out_text.by(reloaded, difference)),
@@ -122,7 +121,8 @@ def _compare_with_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: flo
     """Compares logprobs with llama.cpp's; None if it is not installed."""
     if not llama_cpp.is_installed():
         return None
-    difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits)
+    begins = gguf_families.find_family(model.model.config).begins
+    difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits, begins=begins)
     bound = verify.BOUNDS["llama.cpp"][dtype]
     # llama.cpp computes in its own precision, so a user's tolerance can only widen this bound.
     if tolerance is not None:
@@ -145,11 +145,11 @@ def _find_block_size(dtype: str) -> int:
 def _require_blocks(model: PreTrainedModel, dtype: str) -> None:
     """Raises RunError if no matrix of the layers can have the dtype that the file would be named for."""
     block = _find_block_size(dtype)
-    family = gguf_families.find_family(model.config)
-    tensors = iterate_tensors(model, family.architecture(model.config), family.rules(model.config), shapes=True)
     # Some dtypes do not apply to the embedding and the head, which have other types then.
     widths = {
-        tensor.shape[-1] for title, tensor in tensors if tensor.ndim > 1 and not _is_small(title) and title not in _ENDS
+        shape[-1]
+        for title, shape in _iterate_shapes(model)
+        if len(shape) > 1 and not _is_small(title) and title not in _ENDS
     }
     if all(width % block for width in widths):
         raise RunError(
@@ -158,26 +158,50 @@ def _require_blocks(model: PreTrainedModel, dtype: str) -> None:
         )
 
 
-def _find_quantizer(dtype: str) -> list[str]:
-    """Returns the command of llama.cpp's quantizer; its arguments are the two files and the dtype."""
-    if executable := shutil.which(_TOOL):
-        return [executable]
-    if importlib.util.find_spec("llama_cpp_py_sync") is not None:
-        return [sys.executable, "-m", llama_quantize.__name__]
-    raise RunError(
-        f"--dtype {dtype}: K-quants are made by llama.cpp's quantizer, not installed: "
-        "pip install 'preheat[gguf-quantize]', or use --dtype q4_0 or q8_0"
-    )
+def _iterate_shapes(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the names and shapes of the file's tensors."""
+    family = gguf_families.find_family(model.config)
+    for title, tensor in iterate_tensors(
+        model, family.architecture(model.config), family.rules(model.config), shapes=True
+    ):
+        yield title, tuple(tensor.shape)
 
 
-def _quantize(command: list[str], source: Path, file: Path, dtype: str) -> None:
+def _find_tool(dtype: str) -> str | None:
+    """Returns llama.cpp's tool that makes K-quants, or None if the package xllamacpp makes them.
+
+    Raises:
+        RunError: neither is installed.
+    """
+    if gguf_kquants.load_quantizer() is not None:
+        return None
+    executable = shutil.which(_TOOL)
+    if executable is None:
+        raise RunError(
+            f"--dtype {dtype}: K-quants are made by llama.cpp's quantizer, not installed: pip install "
+            f"'preheat[llama-cpp]', put llama.cpp's {_TOOL} on the PATH, or use --dtype q4_0 or q8_0"
+        )
+    return executable
+
+
+def _quantize(tool: str, source: Path, file: Path, dtype: str) -> None:
     process = subprocess.run(
-        tie_to_parent([*command, str(source), str(file), dtype.upper()]), capture_output=True, text=True
+        tie_to_parent([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True
     )
     if process.returncode or not file.is_file():
         # The tool logs its progress first; the reason is in the last line.
         message = ((process.stderr or process.stdout).strip().splitlines() or ["no output"])[-1]
-        raise RunError(f"--dtype {dtype}: {' '.join(command)} failed ({process.returncode}): {message}")
+        raise RunError(f"--dtype {dtype}: {tool} failed ({process.returncode}): {message}")
+
+
+def _count_types(file: Path, dtype: str) -> dict[str, int]:
+    try:
+        return gguf_reader.count_types(file)
+    except ValueError:
+        raise RunError(
+            f"--dtype {dtype}: {_TOOL} gave rows that are not whole blocks of {_K_BLOCK} a type that cannot be read "
+            "back; pip install 'preheat[llama-cpp]', whose quantizer is preferred, or use --dtype q8_0"
+        ) from None
 
 
 def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
@@ -193,9 +217,10 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     types: dict[str, int] = {}
     factors = gguf_families.build_factors(plain.model)
     tensors = iterate_tensors(plain.model, architecture, family.rules(config))
+    choose = _build_choice(plain.model, dtype)
     for title, tensor in itertools.chain(tensors, factors.items()):
-        kind = _choose_type(title, tensor, dtype)
-        encoded = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType[kind])
+        kind = "F32" if tensor.ndim == 1 or _is_small(title) else choose(title, tensor.shape[-1])
+        encoded = _encode(tensor.numpy(), kind, dtype)
         # Larger values became infinite; bf16 has fp32's range.
         if kind == "F16" and not _is_finite(encoded):
             raise RunError(f"--dtype {dtype}: {title} has values beyond f16's 65,504; use --dtype bf16 or f32")
@@ -248,15 +273,30 @@ def _is_small(title: str) -> bool:
     return not title.endswith(".weight") or any(part in title for part in _IN_FP32)
 
 
-def _choose_type(title: str, tensor: Tensor, dtype: str) -> str:
-    """Returns the type of one tensor."""
-    if tensor.ndim == 1 or _is_small(title):
-        return "F32"
-    if tensor.shape[-1] % _find_block_size(dtype):
-        return "F16"
-    if dtype == "q4_0" and title in _ENDS:
-        return "Q8_0"
-    return dtype.upper()
+def _build_choice(model: PreTrainedModel, dtype: str) -> Callable[[str, int], str]:
+    """Returns a function that chooses a matrix's type, from its name and the weights per row."""
+    if "_k" in dtype:
+        return gguf_kquants.TypeChoice(
+            dtype, [title for title, _ in _iterate_shapes(model)], **gguf_families.count_parts(model.config)
+        )
+    block = _find_block_size(dtype)
+
+    def choose(title: str, width: int) -> str:
+        if width % block:
+            return "F16"
+        return "Q8_0" if dtype == "q4_0" and title in _ENDS else dtype.upper()
+
+    return choose
+
+
+def _encode(values: np.ndarray, kind: str, dtype: str) -> np.ndarray:
+    import gguf
+
+    # The gguf package reads K-quants, and ggml makes them.
+    if "_k" in dtype and kind.startswith("Q"):
+        return gguf_kquants.encode(values, kind)
+    encoded: np.ndarray = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    return encoded
 
 
 def _collect_notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
@@ -266,10 +306,12 @@ def _collect_notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]
         tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
         notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")
     matrices = {kind: count for kind, count in types.items() if kind != "F32"}
-    # llama-quantize gives matrices without whole blocks a type of smaller blocks.
+    # Matrices without whole blocks of K-quants have a type of smaller blocks.
     others = {k: n for k, n in matrices.items() if (not k.endswith("_K") if "_k" in dtype else k == "F16")}
     if (block := _find_block_size(dtype)) > 1 and others:
         listed = " and ".join(f"{count} in {kind.lower()}" for kind, count in sorted(others.items()))
         notes.append(f"{listed}, of {sum(matrices.values())} matrices: their rows are not whole blocks of {block}")
     notes += gguf_families.collect_notes(plain.model.config)
+    if gguf_families.find_family(plain.model.config).begins and not beginning_tokens(plain.tokenizer):
+        notes.append("llama.cpp puts the BOS token before a text, which the tokenizer leaves to the chat template")
     return notes

@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["FAMILIES", "Family", "build_factors", "build_keys", "collect_notes", "find_family", "require_supported"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "build_factors",
+    "build_keys",
+    "collect_notes",
+    "count_parts",
+    "find_family",
+    "require_supported",
+]
 
 Keys = dict[str, Any]
 """Metadata: numbers, strings, truth values, and lists of them."""
@@ -61,6 +70,7 @@ class Family:
         windows: True if llama.cpp has the family's layers with windows.
         rotary: False for families without positions.
         scalings: supported kinds of rotary scaling.
+        begins: True if llama.cpp puts the BOS token before a text, even if the tokenizer does not.
         read_by_transformers: True if transformers reads such a file with all its keys.
     """
 
@@ -74,6 +84,7 @@ class Family:
     windows: bool = False
     rotary: bool = True
     scalings: tuple[str, ...] = ("linear", "yarn")
+    begins: bool = False
     read_by_transformers: bool = False
 
 
@@ -414,16 +425,12 @@ def _refuse_qwen3_next(config: PretrainedConfig) -> Iterator[str]:
     yield from _refuse_other_norm(config, "qwen3next", normalized=True)
 
 
-_QWEN35_SECTIONS = [11, 11, 10]  # transformers' default of mrope_section
-
-
 def _build_qwen35_keys(config: PretrainedConfig) -> Keys:
-    room, sections = _count_rotated(config) // 2, []
-    # Not more than the rotated pairs; text has one position on all axes, so their division changes nothing.
-    for pairs in _get_rope(config).get("mrope_section") or _QWEN35_SECTIONS:
-        sections.append(min(pairs, room))
-        room -= sections[-1]
-    return _build_delta_net_keys(config) | {"rope.dimension_sections": [*sections, 0]}
+    # Pair n belongs to axis n % 3. Text has one position on all axes; llama.cpp does not rotate a pair without an axis.
+    pairs = _count_rotated(config) // 2
+    return _build_delta_net_keys(config) | {
+        "rope.dimension_sections": [(pairs + 2 - axis) // 3 for axis in range(3)] + [0]
+    }
 
 
 def _build_qwen35_rules(config: PretrainedConfig) -> tuple[Rule, ...]:
@@ -545,20 +552,18 @@ def _refuse_deepseek(config: PretrainedConfig) -> Iterator[str]:
 
 def _build_ministral3_keys(config: PretrainedConfig) -> Keys:
     rope = _get_rope(config)
-    keys: Keys = {}
-    if rope.get("rope_type") == "yarn":
-        keys["rope.scaling.yarn_log_multiplier"] = float(rope.get("mscale_all_dim") or 0.0)
-    if rope.get("llama_4_scaling_beta"):
-        keys["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
-    return keys
+    return {
+        "rope.scaling.yarn_log_multiplier": float(rope["mscale_all_dim"]),
+        "attention.temperature_scale": float(rope["llama_4_scaling_beta"]),
+    }
 
 
 def _refuse_ministral3(config: PretrainedConfig) -> Iterator[str]:
     rope = _get_rope(config)
-    if rope.get("rope_type") == "yarn" and rope.get("mscale") != rope.get("mscale_all_dim"):
-        yield f"YaRN with mscale {rope.get('mscale')} and mscale_all_dim {rope.get('mscale_all_dim')} is not supported"
-    if rope.get("llama_4_scaling_beta") and rope.get("rope_type") != "yarn":
-        yield "llama.cpp's mistral3 has llama_4_scaling_beta with YaRN only"
+    if rope.get("rope_type") != "yarn":
+        yield f"llama.cpp's mistral3 has YaRN, and this model {rope.get('rope_type', 'default')} (rope_type)"
+    elif (rope.get("mscale"), rope.get("mscale_all_dim")) != (1.0, 1.0):
+        yield "llama.cpp's mistral3 has YaRN with mscale 1 and mscale_all_dim 1"
 
 
 def _build_phi_keys(config: PretrainedConfig) -> Keys:
@@ -576,6 +581,15 @@ def _build_phi3_keys(config: PretrainedConfig) -> Keys:
         "attention.sliding_window": config.sliding_window or 0,
         "rope.scaling.original_context_length": config.original_max_position_embeddings,
     }
+
+
+def _note_phi3(config: PretrainedConfig) -> Iterator[str]:
+    yield from _note_window(config)
+    if _get_rope(config).get("rope_type") == "longrope":
+        yield (
+            "llama.cpp chooses LongRoPE's factors by its context's size (-c), and the model by the text's length; both "
+            f"have those for short texts up to {config.original_max_position_embeddings:,} positions"
+        )
 
 
 def _refuse_olmo3(config: PretrainedConfig) -> Iterator[str]:
@@ -653,9 +667,7 @@ def _build_granite_hybrid_rules(config: PretrainedConfig) -> tuple[Rule, ...]:
         *_build_llama_rules(config),
         *_build_mamba2_rules(config.mamba_n_groups),
         Rule(r"router\.(?:layer\.)?weight$", ("ffn_gate_inp.weight",), SAME),
-        Rule(
-            r"shared_mlp\.input_linear\.weight$", (f"ffn_gate{shared}.weight", f"ffn_up{shared}.weight"), HALVES
-        ),
+        Rule(r"shared_mlp\.input_linear\.weight$", (f"ffn_gate{shared}.weight", f"ffn_up{shared}.weight"), HALVES),
         Rule(r"shared_mlp\.output_linear\.weight$", (f"ffn_down{shared}.weight",), SAME),
     )
 
@@ -783,6 +795,8 @@ def _refuse_lfm2(config: PretrainedConfig) -> Iterator[str]:
 def _refuse_lfm2_moe(config: PretrainedConfig) -> Iterator[str]:
     yield from _refuse_lfm2(config)
     yield from _refuse_other_norm(config, "lfm2moe", normalized=True)
+    if not config.use_expert_bias:
+        yield "llama.cpp's lfm2moe needs a bias on the choice of experts (use_expert_bias)"
     if config.routed_scaling_factor != 1.0:
         yield f"llama.cpp's lfm2moe does not scale the experts' outputs ({config.routed_scaling_factor})"
 
@@ -831,6 +845,7 @@ FAMILIES: dict[str, Family] = {
         partial=True,
         windows=True,
         scalings=("proportional",),
+        begins=True,
     ),
     "mixtral": Family(_call("llama"), _build_mixtral_keys, _build_llama_rules, notes=_note_window),
     "ministral3": Family(
@@ -849,9 +864,7 @@ FAMILIES: dict[str, Family] = {
         _refuse_qwen3_next,
         partial=True,
     ),
-    "qwen3_5_text": Family(
-        _call("qwen35"), _build_qwen35_keys, _build_qwen35_rules, _refuse_delta_net, partial=True
-    ),
+    "qwen3_5_text": Family(_call("qwen35"), _build_qwen35_keys, _build_qwen35_rules, _refuse_delta_net, partial=True),
     "qwen3_5_moe_text": Family(
         _call("qwen35moe"), _build_qwen35_moe_keys, _build_qwen35_rules, _refuse_delta_net, partial=True
     ),
@@ -865,12 +878,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(_call("glm4moe"), _build_routed_keys, refuse=_refuse_glm4_moe, partial=True),
     "deepseek_v3": Family(_call("deepseek2"), _build_deepseek_keys, _build_deepseek_rules, _refuse_deepseek),
-    "phi": Family(
-        _call("phi2"), _build_phi_keys, refuse=_refuse_phi, activation="gelu_new", partial=True
-    ),
-    "phi3": Family(
-        _call("phi3"), _build_phi3_keys, notes=_note_window, partial=True, scalings=("longrope",)
-    ),
+    "phi": Family(_call("phi2"), _build_phi_keys, refuse=_refuse_phi, activation="gelu_new", partial=True),
+    "phi3": Family(_call("phi3"), _build_phi3_keys, notes=_note_phi3, partial=True, scalings=("longrope",)),
     "olmo2": Family(_call("olmo2")),
     "olmo3": Family(_call("olmo2"), _build_window_keys, refuse=_refuse_olmo3, windows=True),
     "smollm3": Family(_call("smollm3"), rules=_build_llama_rules, refuse=_refuse_smollm3),
@@ -917,6 +926,11 @@ def build_keys(config: PretrainedConfig) -> Keys:
     if family.rotary:
         keys |= _build_rope_keys(config)
     return {key: value for key, value in (keys | family.keys(config)).items() if value is not None}
+
+
+def count_parts(config: PretrainedConfig) -> dict[str, int]:
+    """Returns the numbers of layers and of experts per layer."""
+    return {"layers": config.num_hidden_layers, "experts": _count_experts(config)}
 
 
 def collect_notes(config: PretrainedConfig) -> list[str]:

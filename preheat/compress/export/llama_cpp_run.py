@@ -33,6 +33,7 @@ def main(file: str, request: str, answer: str) -> None:
     # One sequence at a time; warm-up would only take time.
     settings.n_ctx, settings.n_parallel, settings.warmup = asked["context"], 1, False
     settings.cpuparams.n_threads = asked["threads"]
+    # The caches' default is f16, which flash attention uses in any case.
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(settings)
@@ -43,9 +44,7 @@ def main(file: str, request: str, answer: str) -> None:
 
 def _tokenize(server: Server, text: str) -> list[int]:
     body = json.dumps({"content": text, "add_special": True}).encode()
-    request = urllib.request.Request(
-        f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
         ids: list[int] = json.load(answer)["tokens"]
     return ids
