@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family and the value
     "gemma4-experts": (
         "gemma4_text",
         {
-            "vocab_size_per_layer_input": 304,
+            "hidden_size_per_layer_input": 0,
             "num_kv_shared_layers": 0,
             "enable_moe_block": True,
             "num_experts": 4,
