@@ -15,7 +15,7 @@ from preheat.compress.before_after import Baseline, Untimed
 from preheat.compress.calibration_text import find_texts
 from preheat.compress.chain import START, Chain, Step, Steps, add_location
 from preheat.compress.compress import Say, Variant
-from preheat.compress.export import gguf, huggingface, registry
+from preheat.compress.export import gguf_families, huggingface, registry
 from preheat.compress.unfinished_run import note_unfinished
 from preheat.core import Slot, Stage, Tag, Technique, TechniqueError, incompatibilities
 from preheat.engine.builder import find_peak_learning_rate, list_techniques, to_single_device
@@ -57,7 +57,7 @@ class TextSteps(Steps["PreTrainedModel"]):
         opened = load_model(source)
         require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
         if any(step.export == "gguf" for step in chain.steps):
-            gguf.require_supported(opened.build.trained[0].config)  # type: ignore[arg-type]
+            gguf_families.require_supported(opened.build.trained[0].config)  # type: ignore[arg-type]
         is_run = opened.step is not None
         if not is_run and data is None:
             raise RecipeError(

@@ -1,47 +1,46 @@
 """Export to a single GGUF file, for llama.cpp and tools built on it.
 
-The file contains: weights under llama.cpp's names (rows of q and k permuted to its order for llama), in a float format
-or in blocks of 32 by gguf's own quantizers; sizes, rotary embedding and its scaling; the tokenizer with special tokens
-and chat template. Norms and biases stay in fp32. K-quants are made by llama.cpp's `llama-quantize`, if it is on the
-PATH. The file is read back by transformers and its logits compared; with llama.cpp's wheel installed (xllamacpp, the
-extra llama-cpp), llama.cpp runs the file, too.
+The file contains: weights under llama.cpp's names and in its layout, in a float format or quantized in blocks by gguf's
+own quantizers or, for K-quants, by llama.cpp's; the metadata of the family; the tokenizer with special tokens and chat
+template. Norms, biases, routers and kernels of convolutions stay in fp32. The file is read back and its logits
+compared; with llama.cpp's wheel installed (xllamacpp, the extra llama-cpp), llama.cpp runs the file, too.
 Source: the GGUF specification (ggml's docs/gguf.md); names of tensors and keys: the `gguf` package.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.export import gguf_reader, llama_cpp, verify
+from preheat.compress.export import gguf_families, gguf_kquants, gguf_reader, llama_cpp, verify
+from preheat.compress.export.gguf_families import Keys
+from preheat.compress.export.gguf_layout import iterate_tensors
 from preheat.compress.export.gguf_tokenizer import add_vocabulary, assign_end_tokens
 from preheat.compress.export.merged_model import Plain, build_configuration, require, write_plain_model
 from preheat.core.export import ExportResult, LlamaCppComparison
 from preheat.errors import RunError
 from preheat.hardware.child_processes import tie_to_parent
+from preheat.model_folder import beginning_tokens
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import numpy as np
     from gguf import GGUFValueType, GGUFWriter
-    from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
-__all__ = ["require_supported", "write"]
+__all__ = ["write"]
 
-# Mistral's layers compute the same as llama's; its window is noted in `_collect_notes`.
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
-_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # all others: silu
 _TOOL = "llama-quantize"
 _BLOCK = 32  # weights per block of q8_0 and q4_0
 _K_BLOCK = 256  # weights per block of K-quants
+_ENDS = ("token_embd.weight", "output.weight")
+_IN_FP32 = ("_norm.weight", "ffn_gate_inp", "conv1d", "shortconv.conv")
 _HINT = "use --dtype q8_0 or f16, or raise --tolerance"
 
 
@@ -52,14 +51,14 @@ def write(
 
     Args:
         run: a run, a model's folder, or an adapter's.
-        dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix
-            whose rows are not divisible by 32 stays in f16 (`note` counts them); with q4_0, embedding and head are
-            q8_0.
+        dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k by the quantizer of xllamacpp or `llama-quantize` on the
+            PATH. A matrix whose rows are not whole blocks stays in f16 or, with K-quants, q8_0 (`note` counts them);
+            with q4_0, embedding and head are q8_0.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
 
     Raises:
-        RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or tool; no
+        RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or quantizer; no
             matrix of the layers can have the dtype; the difference exceeds the bound.
 
     Example:
@@ -69,12 +68,13 @@ def write(
     out = Path(out)
     require_new(out, run)
     if (config := build_configuration(run, base)) is not None:
-        require_supported(config)
+        gguf_families.require_supported(config)
     require("gguf", "gguf")
     bound = verify.choose_bound("gguf", dtype, tolerance)
     tool = _find_tool(dtype) if "_k" in dtype else None
     with NewFolder(out) as folder:
         with write_plain_model(run, folder, base=base) as model:
+            family = gguf_families.find_family(model.model.config)
             _require_blocks(model.model, dtype)
             name = Path(run).resolve().name
             file = folder / f"{name}-{dtype}.gguf"
@@ -86,17 +86,18 @@ def write(
                 _write(model, unquantized, "f32", name)
                 _quantize(tool, unquantized, file, dtype)
                 unquantized.unlink()
-                types = gguf_reader.count_types(file)
-            # transformers dequantizes the file, which checks names, layout and rounding.
+                types = _count_types(file, dtype)
+            # Reading dequantizes the file, which checks names, layout and rounding.
             difference, reloaded = gguf_reader.compare(model, file)
             verify.refuse_beyond(difference, bound, str(out), _HINT)
             llama_cpp_figures = _compare_with_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_collect_notes(model, types, dtype)]
+            reader = model_card.find_version("transformers" if family.read_by_transformers else "gguf")
             if llama_cpp_figures is None:
+                keys = "" if family.read_by_transformers else ", and its keys were not checked"
                 notes.append(
-                    f"compared by {model_card.find_version('transformers')} alone: llama.cpp did not run the "
-                    "file, since its wheel is not installed "
-                    "here (pip install 'preheat[llama-cpp]')"
+                    f"compared by {reader} alone: llama.cpp did not run the file{keys}, since its wheel is not "
+                    "installed here (pip install 'preheat[llama-cpp]')"
                 )
             summary = ExportResult(
                 path=str(out),
@@ -105,7 +106,7 @@ def write(
                 dtype=dtype,
                 types=types,
                 merged=model.merged,
-                read_by=model_card.find_version("transformers"),
+                read_by=reader,
                 llama_cpp=llama_cpp_figures,
                 **vars(verify.build_comparison(difference, bound)),
                 **vars(model.held_out_text.by(reloaded, difference)),
@@ -120,7 +121,8 @@ def _compare_with_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: flo
     """Compares logprobs with llama.cpp's; None if it is not installed."""
     if not llama_cpp.is_installed():
         return None
-    difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits)
+    begins = gguf_families.find_family(model.model.config).begins
+    difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits, begins=begins)
     bound = verify.BOUNDS["llama.cpp"][dtype]
     # llama.cpp computes in its own precision, so a user's tolerance can only widen this bound.
     if tolerance is not None:
@@ -144,8 +146,11 @@ def _require_blocks(model: PreTrainedModel, dtype: str) -> None:
     """Raises RunError if no matrix of the layers can have the dtype that the file would be named for."""
     block = _find_block_size(dtype)
     # Some dtypes do not apply to the embedding and the head, which have other types then.
-    ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    widths = {w.shape[-1] for w in model.parameters() if w.ndim == 2 and id(w) not in ends}
+    widths = {
+        shape[-1]
+        for title, shape in _iterate_shapes(model)
+        if len(shape) > 1 and not _is_small(title) and title not in _ENDS
+    }
     if all(width % block for width in widths):
         raise RunError(
             f"--dtype {dtype}: no matrix of the layers has rows of whole blocks of {block} weights (they have "
@@ -153,12 +158,28 @@ def _require_blocks(model: PreTrainedModel, dtype: str) -> None:
         )
 
 
-def _find_tool(dtype: str) -> str:
+def _iterate_shapes(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the names and shapes of the file's tensors."""
+    family = gguf_families.find_family(model.config)
+    for title, tensor in iterate_tensors(
+        model, family.architecture(model.config), family.rules(model.config), shapes=True
+    ):
+        yield title, tuple(tensor.shape)
+
+
+def _find_tool(dtype: str) -> str | None:
+    """Returns llama.cpp's tool that makes K-quants, or None if the package xllamacpp makes them.
+
+    Raises:
+        RunError: neither is installed.
+    """
+    if gguf_kquants.load_quantizer() is not None:
+        return None
     executable = shutil.which(_TOOL)
     if executable is None:
         raise RunError(
-            f"--dtype {dtype}: K-quants are made by llama.cpp's {_TOOL}, which is not on the PATH; build "
-            "llama.cpp, or use --dtype q4_0 or q8_0"
+            f"--dtype {dtype}: K-quants are made by llama.cpp's quantizer, not installed: pip install "
+            f"'preheat[llama-cpp]', put llama.cpp's {_TOOL} on the PATH, or use --dtype q4_0 or q8_0"
         )
     return executable
 
@@ -173,21 +194,33 @@ def _quantize(tool: str, source: Path, file: Path, dtype: str) -> None:
         raise RunError(f"--dtype {dtype}: {tool} failed ({process.returncode}): {message}")
 
 
+def _count_types(file: Path, dtype: str) -> dict[str, int]:
+    try:
+        return gguf_reader.count_types(file)
+    except ValueError:
+        raise RunError(
+            f"--dtype {dtype}: {_TOOL} gave rows that are not whole blocks of {_K_BLOCK} a type that cannot be read "
+            "back; pip install 'preheat[llama-cpp]', whose quantizer is preferred, or use --dtype q8_0"
+        ) from None
+
+
 def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     """Writes the file; returns the number of tensors per type."""
     import gguf
 
     config = plain.model.config
-    require_supported(config)
-    architecture = _ARCHITECTURES[config.model_type]
+    family = gguf_families.find_family(config)
+    architecture = family.architecture(config)
     writer = _build_writer(file, architecture)
     writer.add_name(name)
-    _add_sizes(writer, config, gguf)
+    _add_keys(writer, architecture, gguf_families.build_keys(config))
     types: dict[str, int] = {}
-    factors = _add_rope(writer, plain.model, gguf)
-    for title, data in _iterate_tensors(plain.model, architecture, gguf, factors):
-        kind = _choose_type(title, data, dtype)
-        encoded = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
+    factors = gguf_families.build_factors(plain.model)
+    tensors = iterate_tensors(plain.model, architecture, family.rules(config))
+    choose = _build_choice(plain.model, dtype)
+    for title, tensor in itertools.chain(tensors, factors.items()):
+        kind = "F32" if tensor.ndim == 1 or _is_small(title) else choose(title, tensor.shape[-1])
+        encoded = _encode(tensor.numpy(), kind, dtype)
         # Larger values became infinite; bf16 has fp32's range.
         if kind == "F16" and not _is_finite(encoded):
             raise RunError(f"--dtype {dtype}: {title} has values beyond f16's 65,504; use --dtype bf16 or f32")
@@ -203,6 +236,14 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     writer.write_tensors_to_file()
     writer.close()
     return types
+
+
+def _add_keys(writer: GGUFWriter, architecture: str, keys: Keys) -> None:
+    for key, value in keys.items():
+        # bool first, because it is a subclass of int.
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add: Callable[[str, Any], None] = kinds.get(type(value), writer.add_array)
+        add(f"{architecture}.{key}", value)
 
 
 def _build_writer(file: Path, architecture: str) -> GGUFWriter:
@@ -227,140 +268,35 @@ def _is_finite(data: np.ndarray) -> bool:
     return bool(np.isfinite(data).all())
 
 
-def require_supported(config: PretrainedConfig) -> None:
-    """Raises RunError for a model that cannot be written, from its configuration alone: before any work."""
-    family = config.model_type
-    if family not in _ARCHITECTURES:
-        raise RunError(
-            f"--to gguf: writes {', '.join(_ARCHITECTURES)}, and this is a {family}; use --to hf and, where llama.cpp "
-            "has the architecture, its convert_hf_to_gguf.py"
+def _is_small(title: str) -> bool:
+    """Returns True for tensors that llama.cpp reads in fp32: norms, biases, routers, and kernels of convolutions."""
+    return not title.endswith(".weight") or any(part in title for part in _IN_FP32)
+
+
+def _build_choice(model: PreTrainedModel, dtype: str) -> Callable[[str, int], str]:
+    """Returns a function that chooses a matrix's type, from its name and the weights per row."""
+    if "_k" in dtype:
+        return gguf_kquants.TypeChoice(
+            dtype, [title for title, _ in _iterate_shapes(model)], **gguf_families.count_parts(model.config)
         )
-    # gemma2's config uses the second name.
-    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    if activation != _ACTIVATIONS.get(family, "silu"):
-        raise RunError(
-            f"--to gguf: llama.cpp's {family} has {_ACTIVATIONS.get(family, 'silu')}, and this model "
-            f"{activation}; use --to hf"
-        )
-    if family == "gemma2" and config.query_pre_attn_scalar != config.head_dim:
-        raise RunError(
-            f"--to gguf: llama.cpp scales gemma2's scores by its head size {config.head_dim}, and this model "
-            f"by {config.query_pre_attn_scalar}; use --to hf"
-        )
-    # transformers' Qwen models may mix full and windowed layers.
-    if family != "gemma2" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise RunError(f"--to gguf: some layers attend in a window, which llama.cpp's {family} does not; use --to hf")
-    rope = config.rope_parameters
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise RunError(
-            "--to gguf: a part of each head is rotated, which llama.cpp's model of the family does not; use --to hf"
-        )
-    kind = rope.get("rope_type", "default")
-    own_factor = any(rope.get(key) is not None for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    if kind not in ("default", "linear", "llama3", "yarn") or (kind == "yarn" and own_factor):
-        name = "yarn with an attention factor of its own" if kind == "yarn" else kind
-        raise RunError(
-            f"--to gguf: rotary scaling {name} is not supported there; linear, yarn and llama3 are; use --to hf"
-        )
+    block = _find_block_size(dtype)
+
+    def choose(title: str, width: int) -> str:
+        if width % block:
+            return "F16"
+        return "Q8_0" if dtype == "q4_0" and title in _ENDS else dtype.upper()
+
+    return choose
 
 
-def _find_head_dim(config: PretrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _encode(values: np.ndarray, kind: str, dtype: str) -> np.ndarray:
+    import gguf
 
-
-def _add_sizes(writer: GGUFWriter, config: PretrainedConfig, gguf: ModuleType) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    # Explicit, because some families have heads that are not hidden_size / heads wide.
-    writer.add_key_length(_find_head_dim(config))
-    writer.add_value_length(_find_head_dim(config))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    if config.model_type == "gemma2":
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-
-
-def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> np.ndarray | None:
-    """Adds the rotary embedding; returns the divisors of its frequencies, [head_dim / 2], if the scaling needs them."""
-    config = model.config
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    writer.add_rope_dimension_count(_find_head_dim(config))
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-        return None
-    if kind == "llama3":
-        # llama3's scaling is a divisor per frequency: theta^(-2 i / d) over the scaled frequencies of the model.
-        base = rope["rope_theta"] ** -(_build_arange(_find_head_dim(config)))
-        return (base / model.model.rotary_emb.inv_freq.double()).float().numpy()
-    if kind == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-    return None
-
-
-def _build_arange(size: int) -> Tensor:
-    import torch
-
-    return torch.arange(0, size, 2, dtype=torch.float64) / size
-
-
-def _iterate_tensors(
-    model: PreTrainedModel, architecture: str, gguf: ModuleType, factors: np.ndarray | None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields every tensor of the file in fp32, with llama.cpp's names and layout."""
-    config = model.config
-    names = gguf.get_tensor_name_map(
-        next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
-    )
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    for name, value in model.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue  # llama.cpp uses the embedding if there is no head
-        stem, _, last = name.rpartition(".")
-        # gguf maps module names, so the parameter's last component is split off.
-        title = names.get_name(stem)
-        if title is None:
-            raise RunError(f"--to gguf: llama.cpp's {architecture} has no field for {name}; use --to hf")
-        data = value.detach().float()
-        # llama.cpp rotates neighbouring dimensions in llama, transformers the two halves of a head.
-        if architecture == "llama" and title.endswith(("attn_q", "attn_k")):
-            heads = config.num_attention_heads if title.endswith("attn_q") else config.num_key_value_heads
-            data = _interleave_rows(data, heads)
-        if architecture == "gemma2" and title.endswith("norm"):
-            data = data + 1  # transformers' gemma computes (1 + weight) at run time
-        yield f"{title}.{last}", data.contiguous().numpy()
-    if factors is not None:
-        yield "rope_freqs.weight", factors
-
-
-def _interleave_rows(rows: Tensor, heads: int) -> Tensor:
-    """Permutes rows of q or k, [heads * head_dim, ...]: rotary pairs (i, i + head_dim / 2) become (2 i, 2 i + 1)."""
-    # (heads, 2, head_dim / 2, ...) -> (heads, head_dim / 2, 2, ...)
-    return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _choose_type(title: str, data: np.ndarray, dtype: str) -> str:
-    """Returns the type of one tensor."""
-    # Norms and biases are small, and llama.cpp expects them in fp32.
-    if data.ndim == 1:
-        return "F32"
-    if data.shape[-1] % _find_block_size(dtype):
-        return "F16"
-    if dtype == "q4_0" and title in ("token_embd.weight", "output.weight"):
-        return "Q8_0"
-    return dtype.upper()
+    # The gguf package reads K-quants, and ggml makes them.
+    if "_k" in dtype and kind.startswith("Q"):
+        return gguf_kquants.encode(values, kind)
+    encoded: np.ndarray = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    return encoded
 
 
 def _collect_notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
@@ -370,11 +306,12 @@ def _collect_notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]
         tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
         notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")
     matrices = {kind: count for kind, count in types.items() if kind != "F32"}
-    # llama-quantize gives matrices without whole blocks a type of smaller blocks.
+    # Matrices without whole blocks of K-quants have a type of smaller blocks.
     others = {k: n for k, n in matrices.items() if (not k.endswith("_K") if "_k" in dtype else k == "F16")}
     if (block := _find_block_size(dtype)) > 1 and others:
         listed = " and ".join(f"{count} in {kind.lower()}" for kind, count in sorted(others.items()))
         notes.append(f"{listed}, of {sum(matrices.values())} matrices: their rows are not whole blocks of {block}")
-    if plain.model.config.model_type == "mistral" and (window := plain.model.config.sliding_window):
-        notes.append(f"llama.cpp attends in full where the model has a window of {window:,} positions")
+    notes += gguf_families.collect_notes(plain.model.config)
+    if gguf_families.find_family(plain.model.config).begins and not beginning_tokens(plain.tokenizer):
+        notes.append("llama.cpp puts the BOS token before a text, which the tokenizer leaves to the chat template")
     return notes

@@ -1,8 +1,13 @@
-"""Reads a GGUF file back for verification: model and tokenizer by transformers, config from the file's metadata."""
+"""Reads a GGUF file back for verification.
+
+Of families that transformers reads, it reads model and tokenizer, with the configuration from the file's metadata. Of
+others, the tensors are dequantized and laid out as the model's parameters; llama.cpp alone reads their metadata.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import struct
 from pathlib import Path
@@ -10,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from preheat.compress.export import verify
+from preheat.compress.export import gguf_families, verify
+from preheat.compress.export.gguf_layout import join_tensors
 from preheat.compress.export.merged_model import Plain
 from preheat.errors import RunError
 from preheat.sanitize import shorten
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["compare", "load", "load_tokenizer", "count_types"]
+__all__ = ["compare", "load", "load_tensors", "load_tokenizer", "count_types"]
 
 
 def compare(plain: Plain, file: Path) -> tuple[verify.Difference, PreTrainedModel]:
@@ -29,7 +35,11 @@ def compare(plain: Plain, file: Path) -> tuple[verify.Difference, PreTrainedMode
     Raises:
         RunError: the file's tokenizer differs.
     """
-    model, tokenizer = load(file)
+    if gguf_families.find_family(plain.model.config).read_by_transformers:
+        model, tokenizer = load(file)
+    else:
+        model, tokenizer = load_tensors(plain.model, file), load_tokenizer(file)
+    _complete_splitting(tokenizer, plain.tokenizer, file)
     # First, because it takes no forward pass and names the token.
     _require_same_tokens(plain.tokenizer, tokenizer, file)
     return verify.compare(plain.reference_logits, verify.compute_logits(model, plain.rows), plain.rows), model
@@ -64,11 +74,42 @@ def load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return model, load_tokenizer(file)
 
 
+def load_tensors(model: PreTrainedModel, file: Path) -> PreTrainedModel:
+    """Returns a model of the same class with the values of the file's tensors."""
+    from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict
+    from transformers.integrations.gguf.dequant import dequantize
+
+    header = GgufHeader.from_file(str(file))
+    stored = load_gguf_state_dict(header)
+    tensors = {}
+    for entry in header.tensors:
+        value = stored[entry.name][...]
+        if value.dtype == torch.uint8:  # blocks
+            value = dequantize(value.reshape(-1), entry.ggml_type)
+        tensors[entry.name] = value.float().reshape(entry.shape)
+    family = gguf_families.find_family(model.config)
+    parameters = join_tensors(model, family.architecture(model.config), family.rules(model.config), tensors)
+    loaded = copy.deepcopy(model)
+    # A tied head is not in the file.
+    loaded.load_state_dict(parameters, strict=False)
+    return loaded
+
+
 def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     """Loads transformers' tokenizer from the file's metadata."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+
+
+def _complete_splitting(loaded: PreTrainedTokenizerFast, wanted: PreTrainedTokenizerFast, file: Path) -> None:
+    """Takes the model's splitting into words, if transformers does not know the one that the file names."""
+    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    name = read_gguf_metadata(str(file))[0].get("tokenizer.ggml.pre", "default")
+    if name not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", "default"):
+        loaded.backend_tokenizer.pre_tokenizer = wanted.backend_tokenizer.pre_tokenizer
 
 
 def _build_config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:

@@ -24,12 +24,43 @@ if TYPE_CHECKING:
 
 __all__ = ["add_vocabulary", "assign_end_tokens", "compute_scores"]
 
-_PRE_TOKENIZERS = {  # split regex of a tokenizer.json -> llama.cpp's name of the pre-tokenizer
-    "": "gpt-2",
+_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_GPT2 = "gpt-2"  # the pattern that ByteLevel has built in
+_PRE_TOKENIZERS = {
+    # (patterns of a tokenizer.json, True if words of the vocabulary are not merged) -> llama.cpp's name
+    ((_GPT2,), False): "gpt-2",
+    ((r"\p{N}", _GPT2), False): "smollm",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "smaug-bpe",
+    ((_QWEN2,), False): "qwen2",
+    ((_QWEN35,), False): "qwen35",
+    ((_TEKKEN,), True): "tekken",
+    ((_GPT4O,), False): "gpt-4o",
+    (_DEEPSEEK3, False): "deepseek-v3",
 }
 _SPACE = "▁"
 
@@ -73,8 +104,15 @@ def add_vocabulary(
         kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     # tokenizers writes a merge as a string or as a pair, depending on its version.
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    # `add_token_merges` would skip an empty list.
+    lines = [" ".join(merge) for merge in merges]
+    # Gemma 4's characters are joined by merges, in llama.cpp as well.
+    if byte_fallback and writer.arch == "gemma4":
+        writer.add_tokenizer_model("gemma4")
+        writer.add_key_value("tokenizer.ggml.merges", lines, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
+        writer.add_add_space_prefix(_has_prefix_space(serialized))
     # SentencePiece's BPE, as of Llama 2 and Mistral.
-    if byte_fallback:
+    elif byte_fallback:
         if tokenizer.unk_token_id is not None and model["unk_token"] == tokenizer.unk_token:
             kinds[tokenizer.unk_token_id] = TokenType.UNKNOWN
         writer.add_tokenizer_model("llama")
@@ -85,8 +123,6 @@ def add_vocabulary(
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_find_rule(serialized))
-        # `add_token_merges` would skip an empty list.
-        lines = [" ".join(merge) for merge in merges]
         writer.add_key_value("tokenizer.ggml.merges", lines, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
@@ -179,20 +215,27 @@ def _has_prefix_space(serialized: JsonObject) -> bool:
 def _find_rule(serialized: JsonObject) -> str:
     """Returns llama.cpp's name of a byte-level tokenizer's pre-tokenizer."""
     parts = _list_steps(serialized["pre_tokenizer"], "pretokenizers")
-    levels = [part for part in parts if part["type"] == "ByteLevel"]
-    others = [part for part in parts if part["type"] != "ByteLevel"]
-    pattern = None
-    # llama.cpp adds no space before a text, and has one pattern per pre-tokenizer.
-    if len(levels) == 1 and not levels[0]["add_prefix_space"]:
-        if not others and levels[0]["use_regex"]:
-            pattern = ""
-        elif len(others) == 1 and others[0]["type"] == "Split" and not levels[0]["use_regex"]:
-            pattern = others[0]["pattern"].get("Regex")
-    if pattern not in _PRE_TOKENIZERS:
+    patterns = tuple(pattern for part in parts if (pattern := _find_pattern(part)) is not None)
+    ignores = bool(serialized["model"].get("ignore_merges"))
+    # The merges of most vocabularies also build its whole words; the tokens of texts are compared later.
+    name = _PRE_TOKENIZERS.get((patterns, ignores)) or _PRE_TOKENIZERS.get((patterns, not ignores))
+    if name is None or [part["type"] for part in parts].count("ByteLevel") != 1:
         raise RunError(
             "--to gguf: how its tokenizer splits text into words "
             f"({', '.join(part['type'] for part in parts) or 'nothing'}) is none of "
             f"{', '.join(sorted(_PRE_TOKENIZERS.values()))}, which are supported; use --to hf and llama.cpp's "
             "converter"
         )
-    return _PRE_TOKENIZERS[pattern]
+    return name
+
+
+def _find_pattern(part: JsonObject) -> str | None:
+    """Returns the pattern by which a step splits text: '' if llama.cpp has none like it, None if it does not split."""
+    if part["type"] == "ByteLevel":
+        # llama.cpp adds no space before a text.
+        return "" if part["add_prefix_space"] else _GPT2 if part["use_regex"] else None
+    if part["type"] == "Digits" and part["individual_digits"]:
+        return r"\p{N}"
+    if part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
+        return str(part["pattern"].get("Regex", ""))
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -17,7 +18,18 @@ import pytest
 import torch
 import transformers
 
-from preheat.compress.export import aoti, gguf, gguf_reader, gguf_tokenizer, onnx, torchchat, trace, verify
+from preheat.compress.export import (
+    aoti,
+    gguf,
+    gguf_families,
+    gguf_kquants,
+    gguf_reader,
+    gguf_tokenizer,
+    onnx,
+    torchchat,
+    trace,
+    verify,
+)
 from preheat.compress.export.plain_jinja import convert_to_jinja
 from preheat.data.chat.builtin_templates import FORMATS
 from preheat.data.chat.template import Template
@@ -172,11 +184,12 @@ def test_the_order_of_rotated_rows_and_the_scaling_are_checked(
 ) -> None:
     source = folder_of("llama", tokenizer, tmp_path / "model", rope_parameters=ROPES["llama3"])
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "_interleave_rows", lambda rows, heads: rows)
+        plain = dataclasses.replace(gguf_families.FAMILIES["llama"], rules=lambda config: ())
+        patch.setitem(gguf_families.FAMILIES, "llama", plain)
         with pytest.raises(RunError, match="differ by up to"):
             gguf.write(source, tmp_path / "out", dtype="f32")
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "_add_rope", lambda writer, model, _: writer.add_rope_freq_base(5e5))
+        patch.setattr(gguf_families, "build_factors", lambda model: {})
         with pytest.raises(RunError, match="differ by up to"):
             gguf.write(source, tmp_path / "out", dtype="f32")
     assert not (tmp_path / "out").exists()
@@ -266,14 +279,14 @@ def test_another_tokenizer_in_the_file_is_refused(
         gguf.write(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", sorted({*ARCHITECTURES} - {"llama", "mistral", "qwen2", "qwen3"}))
+@pytest.mark.parametrize("family", sorted({*ARCHITECTURES} - {*gguf_families.FAMILIES}))
 def test_architectures_that_gguf_does_not_write_are_refused_by_name_before_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     tiny_config(family).save_pretrained(tmp_path / "model")
     monkeypatch.setattr(gguf, "write_plain_model", None)  # reads the weights
     reason = (
-        f"and this is a {family}; use --to hf and, where llama.cpp has the architecture, its convert_hf_to_gguf.py$"
+        rf"^--to gguf: no mapping to llama.cpp's tensors is known for {family} \(it is for llama, .*\); use --to hf$"
     )
     with pytest.raises(RunError, match=reason):
         gguf.write(tmp_path / "model", tmp_path / "out")
@@ -308,8 +321,10 @@ def test_what_gguf_has_no_name_for_is_refused(tokenizer: Any, tmp_path: Path, mo
     refused("scales gemma2's scores by its head size 8, and this model by 16", "gemma2", query_pre_attn_scalar=16)
     refused("some layers attend in a window", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gguf_kquants, "load_quantizer", lambda: None)
     refused(
-        "K-quants are made by llama.cpp's llama-quantize, which is not on the PATH; .* q4_0 or q8_0", dtype="q4_k_m"
+        r"K-quants are made by .* pip install 'preheat\[llama-cpp\]', put llama.cpp's llama-quantize on the PATH, or",
+        dtype="q4_k_m",
     )
     tool = tmp_path / "llama-quantize"
     tool.write_text("#!/bin/sh\necho 'no such type' >&2\nexit 3\n")
