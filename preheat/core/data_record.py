@@ -13,6 +13,7 @@ __all__ = [
     "DataSummary",
     "ExampleDocument",
     "ExampleSequence",
+    "IN_EVALUATION_DATA",
     "Lengths",
     "OverlapRecord",
     "PackingRecord",
@@ -21,6 +22,10 @@ __all__ = [
     "SideRecord",
     "SourceRecord",
 ]
+
+
+IN_EVALUATION_DATA = "in evaluation data"
+"""Reason of a row that shares words with evaluation data."""
 
 
 class AccountRecord(TypedDict):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from preheat.core.plan import Price
 from preheat.errors import RecipeError, suggest_nearest
-from preheat.hardware.catalogue import Accelerator, resolve_accelerator
+from preheat.hardware.catalogue import Accelerator, find_accelerator
 from preheat.recipe.yaml_io import read
 from preheat.sanitize import quote_value
 
@@ -91,9 +91,9 @@ def _read_offer(where: str, name: str, entry: object, common: Mapping[str, objec
     if not isinstance(currency, str) or len(currency) != 3 or not currency.isalpha():
         raise RecipeError(f"{place}: has no currency; write currency: USD (three letters) in the file or in the entry")
     try:
-        device = resolve_accelerator(name)
+        device = find_accelerator(name)
     except RecipeError as error:
-        raise RecipeError(f"{place}: {str(error).removeprefix('--gpu: ')}") from None
+        raise RecipeError(f"{place}: {error}") from None
     source = str(values.get("source") or "")
     return Offer(device, None, Price(float(price), currency.upper()), _read_date(place, values.get("date")), source)
 
@@ -123,7 +123,7 @@ def _read_csv(path: Path) -> list[Offer]:
         if not name or count < 1 or price <= 0:
             continue
         try:
-            device = resolve_accelerator(name)
+            device = find_accelerator(name)
         except RecipeError:  # a device that plans do not know, among hundreds that they do
             continue
         offer = Offer(device, int(count), Price(price / count, "USD"), date, cloud)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from preheat.core.data_record import (
+    IN_EVALUATION_DATA,
     AccountRecord,
     Bar,
     CleaningRecord,
@@ -136,7 +137,7 @@ def list_cleaning(cleaning: CleaningRecord) -> list[tuple[str, str, str, str]]:
     lines = []
     for removed in cleaning["removed"]:
         example = ": ".join(removed["examples"][0]) if removed["examples"] else ""
-        if removed["reason"] == "in evaluation data" and cleaning["short_texts"]:
+        if removed["reason"] == IN_EVALUATION_DATA and cleaning["short_texts"]:
             short = f"{cleaning['short_texts']:,} of {cleaning['evaluation_texts']:,} texts are too short to be found"
             example = f"{example}; {short}" if example else short
         lines.append((removed["reason"], removed["threshold"], f"{removed['rows']:,}", example))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from preheat.core.data_record import IN_EVALUATION_DATA
 from preheat.core.schema import Clean
 from preheat.data.cache import open_entry
 from preheat.data.cleaning.duplicates import Duplicates, hash_context
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int | None], None]
 
-__all__ = ["DUPLICATE", "NEAR_DUPLICATE", "OVERLAP", "PERSONAL", "RowCleaner", "clean_sources", "find_overlaps"]
+__all__ = ["DUPLICATE", "NEAR_DUPLICATE", "PERSONAL", "RowCleaner", "clean_sources", "find_overlaps"]
 
 VERSION = 1
 """Version of the decisions: raised when equal rows and settings give other ones."""
-DUPLICATE, NEAR_DUPLICATE, OVERLAP, PERSONAL = "duplicate", "near duplicate", "in evaluation data", "personal data"
+DUPLICATE, NEAR_DUPLICATE, PERSONAL = "duplicate", "near duplicate", "personal data"
 _EXAMPLES = 3
 """Rows of each reason that are recorded."""
 _LONGEST = 200
@@ -105,7 +106,7 @@ class RowCleaner:
             # The values are not repeated in messages, which the run's folder keeps.
             return Removal(PERSONAL, "holds " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
         if self.overlaps is not None and (overlap := self.overlaps.find(document.text)):
-            return Removal(OVERLAP, f"shares “{shorten(overlap.sequence, 120)}” with {overlap.where}")
+            return Removal(IN_EVALUATION_DATA, f"shares “{shorten(overlap.sequence, 120)}” with {overlap.where}")
         return None
 
     def stream(self, documents: Iterable[Document]) -> Iterator[Document]:
@@ -259,7 +260,7 @@ def _list_reasons(cleaner: RowCleaner) -> list[str]:
     return [
         *cleaner.thresholds,
         *([PERSONAL] if settings.personal_data == "drop" else []),
-        *([OVERLAP] if cleaner.overlaps is not None else []),
+        *([IN_EVALUATION_DATA] if cleaner.overlaps is not None else []),
         *([DUPLICATE] if settings.duplicates != "keep" else []),
         *([NEAR_DUPLICATE] if settings.duplicates == "near" else []),
     ]
@@ -324,7 +325,7 @@ def _record(decisions: _Decisions, cleaner: RowCleaner) -> CleaningRecord:
     limits: dict[str, object] = {
         **cleaner.thresholds,
         NEAR_DUPLICATE: settings.similarity,
-        OVERLAP: f"{settings.overlap_words} words",
+        IN_EVALUATION_DATA: f"{settings.overlap_words} words",
     }
     return {
         "read": sum(map(len, decisions.codes)),
