@@ -105,6 +105,19 @@ CASES = {
         "qwen3_moe",
         sets=(*DEEP, *EXPERTS),
     ),
+    "experts, tensor parallel": Case(
+        4,
+        "{pipeline_parallel: {micro_batches: 4}, tensor_parallel: {degree: 2, sequence_parallel: true}}",
+        "qwen3_moe",
+        sets=EXPERTS,
+    ),
+    "experts, context and expert parallel": Case(
+        4,
+        "{pipeline_parallel: {micro_batches: 2}, data_parallel: {}, context_parallel: {degree: 2, kind: ulysses}, "
+        "expert_parallel: {}}",
+        "qwen3_moe",
+        sets=EXPERTS,
+    ),
     "experts, by bias, dense first layers": Case(
         2,
         f"{{pipeline_parallel: {{micro_batches: 4}}, {BY_BIAS}}}",
@@ -141,10 +154,10 @@ def run(case: Case, folder: Path, name: str, *, rank: int = 0, world: int = 1) -
         micro = -(-len(rows.tokens) // made.state.accumulation)
         sizes = [min(micro, len(rows.tokens) - start) for start in range(0, len(rows.tokens), micro)]
         loss = accumulate_gradients(made, split(rows, sizes), 0.01)
-        total = made.mesh.add(loss.total.clone(), Axis.PIPELINE, *DATA)
+        total = made.mesh.add(loss.total.clone(), Axis.PIPELINE, Axis.CONTEXT, *DATA)
         found["losses"].append(float(total) / whole.weight)
         if "expert_tokens" in loss.metrics:
-            found["tokens"] = made.mesh.add(loss.metrics["expert_tokens"].clone(), Axis.PIPELINE, *DATA)
+            found["tokens"] = made.mesh.add(loss.metrics["expert_tokens"].clone(), Axis.PIPELINE, Axis.CONTEXT, *DATA)
             found["scores"] = made.loss.scores({"expert_tokens": found["tokens"]}, 1.0)
         found["norms"].append(update(made, 0.01).tolist()[0])
     if name == "1f1b" and world > 1:
