@@ -39,6 +39,7 @@ def build_recipe(model: str, devices: int, layout: tuple[int, int, int, int]) ->
         techniques["tensor_parallel"] = {"degree": tensor, "sequence_parallel": True}
     if pipeline > 1:
         techniques["pipeline_parallel"] = {"degree": pipeline, "micro_batches": 8}
+        techniques["fsdp"] = {"reduce": "last"}
         del techniques["gradient_accumulation"]
     if context > 1:
         techniques["context_parallel"] = {"degree": context}
