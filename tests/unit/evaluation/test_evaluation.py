@@ -402,8 +402,13 @@ def test_prompts_are_compared_row_by_row(tokenizer: Any, tmp_path: Path) -> None
     rows = [{"query": f"q{n}", "choices": ["a", "bcd"], "gold": n % 2} for n in range(8)]
     (tmp_path / "short.jinja").write_text("{{query}}\n")
     (tmp_path / "long.jinja").write_text("Question: {{query}}\nAnswer:\n")
+    (tmp_path / "question.jinja").write_text("{{query}} question\n\n")
     files = [tmp_path / "short.jinja", tmp_path / "long.jinja"]
     tasks = replace_prompts(find_tasks([f"multiple_choice={_jsonl(tmp_path / 'r.jsonl', rows)}"]), files)
+    assert [task.prompt for task in tasks if isinstance(task, Task)] == ["{{query}}", "Question: {{query}}\nAnswer:"]
+    (question,) = replace_prompts(tasks[:1], [tmp_path / "question.jinja"])
+    assert isinstance(question, Task)
+    assert question.prompt == "{{query}} question\n"
     scorer = Scorer(opened(), tokenizer, micro=4, length=32)
     results = {task.name: measure_task(task, scorer) for task in tasks if isinstance(task, Task)}
     (name, found), *none = compare_variants(find_variants(tasks), results).items()
