@@ -92,8 +92,9 @@ class Task:
     """With `chat`: the system prompt."""
     tokens: Count = 64
     """Maximum tokens of a generated answer."""
-    stop: tuple[str, ...] = ("\n",)
-    """A generated answer ends before the first of these."""
+    stop: tuple[str, ...] | None = None
+    """A generated answer ends before the first of these; default: a line break, for execution nothing. In a chat, they
+    end no program that is in a fenced block."""
     program: str | None = None
     """execution: template of the program that is run, with the generated text as `answer`. The row passes if the
     program reaches its end without an error."""
@@ -112,6 +113,13 @@ class Task:
     """Maximum number of rows."""
     seed: NonNegativeInt = 0
     """Seed for drawing the few-shot examples and samples."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The texts that end a generated answer: `stop`, or its default."""
+        if self.stop is not None:
+            return self.stop
+        return () if self.kind == "execution" else ("\n",)
 
     def problems(self) -> list[tuple[str, str]]:
         """Returns contradictory settings, as (key, message)."""

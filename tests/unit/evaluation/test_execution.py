@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from preheat.errors import RecipeError, RunError
-from preheat.evaluation import sandbox
+from preheat.evaluation import execution, sandbox
 from preheat.evaluation.best import scores_of
 from preheat.evaluation.execution import (
     Attempt,
@@ -178,6 +179,10 @@ def test_code_of_a_chat_is_its_first_block() -> None:
     assert extract_code("x = 1\n") == "x = 1\n"
     assert extract_code("So:\n```python\nx = 1\n```\nor\n```\ny\n```") == "x = 1\n"
     assert extract_code("```\nx = 1\ny = ") == "x = 1\ny = "
+    assert extract_code("```python3\nx = 1\n```\nDone.") == "x = 1\n"
+    # Stop strings end a program outside of a block only.
+    assert extract_code("```\nimport a\n\ndef b(): ...\n```", ["\ndef"]) == "import a\n\ndef b(): ...\n"
+    assert extract_code("    return 1\n\ndef b(): ...", ["\ndef"]) == "    return 1\n"
 
 
 class Written:
@@ -222,6 +227,28 @@ def test_a_task_is_measured_by_its_tests(tmp_path: Path) -> None:
     first = json.loads(samples.read_text().splitlines()[0])
     assert first["answers"] == [right[0], "def add(a, b): return 3"]
     assert [outcome["kind"] for outcome in first["outcomes"]] == ["passed", "failed"]
+
+
+def test_a_chat_is_not_stopped_within_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "def one():\n    'One.'\n", "test": "", "entry_point": "one", "canonical_solution": "    return 1"}
+    (tmp_path / "h.jsonl").write_text(json.dumps(row) + "\n")
+    programs: list[str] = []
+    monkeypatch.setattr(
+        execution, "run_programs", lambda sources, limits: [Outcome("passed") for source in sources if not programs.append(source)]
+    )  # fmt: skip
+    for chat, stop in ((False, ("\nclass", "\ndef", "\n#", "\nif", "\nprint")), (True, ())):
+        (task,) = find_tasks([f"humaneval={tmp_path / 'h.jsonl'},chat={str(chat).lower()}"])
+        assert isinstance(task, Task)
+        items = read_items(replace(task, chat=False), None)  # type: ignore[arg-type]
+        scorer = Written({0: ["So:\n```python\nimport math\n\ndef one():\n    return 1\n```"]})
+        execution.run_attempts(task, items, scorer)  # type: ignore[arg-type]
+        assert scorer.settings[0]["stop"] == stop
+    assert "\nimport math\n\ndef one():\n    return 1\n\n\ncheck(one)\n" in programs[1]
+
+
+def test_programs_of_several_lines_are_whole_by_default() -> None:
+    assert Task(kind="execution", prompt="a", gold="b", program="{{answer}}").ends == ()
+    assert Task(kind="exact_match", prompt="a", gold="b").ends == ("\n",)
 
 
 @needs_sandbox
