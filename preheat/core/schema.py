@@ -175,13 +175,13 @@ Threshold = Fraction | None
 class Clean:
     """The keys of the recipe's `data.clean`: duplicates, quality filters, evaluation data and personal data.
 
-    A threshold sets or overrides one of `filters`; `min_...: 0` and `max_...: 1` switch one off.
+    A threshold sets or overrides one of `filters`; 0 switches off a `min_...`, and 1 a `max_...` that is a fraction.
     """
 
     duplicates: Literal["keep", "exact", "near"] = "keep"
-    """exact: rows that equal an earlier one except for white space are left out; near: also rows that are similar to an
-    earlier one (MinHash-LSH; needs `pip install 'preheat[clean]'`). Training rows that are duplicates of validation
-    rows are left out of training."""
+    """exact: rows that equal an earlier one, its label included, except for white space are left out; near: also rows
+    that are similar to an earlier one (MinHash-LSH; needs `pip install 'preheat[clean]'`). Training rows that are
+    duplicates of validation rows are left out of training."""
     similarity: Annotated[float, Bound(0.3, 1)] = 0.8
     """near: smallest Jaccard similarity of two rows' sets of 5-word sequences that makes them duplicates."""
     filters: tuple[Literal["gopher", "gopher_repetition", "c4"], ...] = ()
