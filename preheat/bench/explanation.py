@@ -59,8 +59,9 @@ def explain_slowdown(plan: Plan | None, baseline: Plan | None) -> str:
     )
     added = {kind: seconds - before.get(kind, 0.0) for kind, seconds in kinds.items()}
     kind = max(added, key=lambda kind: added[kind])
-    now, then = (1e6 * costs.get(kind, 0.0) for costs in (kinds, before))
-    return f"planned: {now:.3g} us of {_KINDS.get(kind, kind)} a token, {then:.3g} us without it"
+    # Three digits, without an exponent.
+    now, then = (f"{float(f'{1e6 * costs.get(kind, 0.0):.3g}'):,g}" for costs in (kinds, before))
+    return f"planned: {now} us of {_KINDS.get(kind, kind)} a token, {then} us without it"
 
 
 _KINDS = {"host only": "the host's work between operators", "elementwise": "elementwise work"}
