@@ -71,6 +71,8 @@ SYSTEM_CALL = (
         ("import os, signal\nos.setsid()\nsignal.signal(15, signal.SIG_IGN)\nwhile True: print('x' * 999)", "timed out", ""),
         ("x = bytearray(2 ** 31)", "failed", "MemoryError"),
         ("import os; os.memfd_create('a')", "failed", "Operation not permitted"),
+        (SYSTEM_CALL.format("msgget(0, 0o1600)"), "failed", "Operation not permitted"),
+        *((f"import os; os.chmod('{path}', 0o777); open('{path}/a', 'w')", "failed", "Read-only file system") for path in ("/proc", "/dev/shm")),
         # The network, and sockets of this machine.
         ("import socket; socket.socket()", "failed", "Operation not permitted"),
         ("import socket; socket.socket(socket.AF_UNIX)", "failed", "Operation not permitted"),
