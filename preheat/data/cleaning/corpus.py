@@ -14,7 +14,7 @@ from preheat.core.data_record import IN_EVALUATION_DATA
 from preheat.core.schema import Clean
 from preheat.data.cache import open_entry
 from preheat.data.cleaning.duplicates import Duplicates, hash_context, hash_example
-from preheat.data.cleaning.overlap import OverlapIndex, open_evaluation_texts
+from preheat.data.cleaning.overlap import FEWEST, OverlapIndex, open_evaluation_texts
 from preheat.data.cleaning.personal import Occurrence, find_personal_data, mask_personal_data
 from preheat.data.cleaning.quality import Threshold, choose_thresholds, find_failed_rule
 from preheat.data.document import Document
@@ -81,8 +81,8 @@ class RowCleaner:
         """Returns the personal data of each span of text."""
         if self.settings.personal_data == "keep":
             return []
-        spans = (piece for sequence in document.sequences for piece in sequence)
-        return [find_personal_data(piece.text, self.settings.personal_kinds) for piece in spans]
+        spans = (span for sequence in document.sequences for span in sequence)
+        return [find_personal_data(span.text, self.settings.personal_kinds) for span in spans]
 
     def mask(self, document: Document, personal: Sequence[Sequence[Occurrence]]) -> Document:
         """Returns the document with its personal data replaced, if the settings say so."""
@@ -90,7 +90,7 @@ class RowCleaner:
             return document
         left = iter(personal)
         sequences = (
-            tuple(piece._replace(text=mask_personal_data(piece.text, next(left))) for piece in sequence)
+            tuple(span._replace(text=mask_personal_data(span.text, next(left))) for span in sequence)
             for sequence in document.sequences
         )
         return document._replace(sequences=tuple(sequences))
@@ -151,8 +151,8 @@ def read_overlap_index(names: Sequence[str], size: int, *, knob: str) -> Overlap
             index.add(where, text)
         if index.texts - texts == index.short - short:
             raise DataError(
-                f"{knob} {name}: none of its {index.texts - texts:,} texts has 8 words or more, so that no overlap "
-                "can be found; name the rows with their questions"
+                f"{knob} {name}: none of its {index.texts - texts:,} texts has {FEWEST} words or more, so that no "
+                "overlap can be found; name the rows with their questions"
             )
     return index
 

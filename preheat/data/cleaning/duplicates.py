@@ -130,5 +130,5 @@ def hash_example(document: Document) -> str:
 
 def hash_context(document: Document) -> int:
     """Returns a hash of the label and of what is only read: letters and digits of the prompt, or of the user's turns."""
-    read = (piece.text for sequence in document.sequences for piece in sequence if not piece.trained)
+    read = (span.text for sequence in document.sequences for span in sequence if not span.trained)
     return hash_letters_of("\0".join((str(document.label), *read)))
