@@ -423,6 +423,8 @@ def test_prompts_are_compared_row_by_row(tokenizer: Any, tmp_path: Path) -> None
     crowded = next(replace(task, shots=6) for task in tasks if isinstance(task, Task))
     with pytest.raises(RecipeError, match=r"with 6 examples has .* tokens, and a row 32; use fewer examples"):
         measure_task(crowded, scorer)
+    with pytest.raises(RecipeError, match="is a folder; name the file of a prompt"):
+        replace_prompts(tasks, [tmp_path])
     with pytest.raises(RecipeError, match="has no prompt"):
         replace_prompts(["piqa"], files)
 
