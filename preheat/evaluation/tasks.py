@@ -316,13 +316,19 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
     return tasks
 
 
+_MOST_VARIANTS = 100
+"""Numbers of examples that one range may name: each is an evaluation of its own."""
+
+
 def _split_shots(settings: Mapping[str, str], given: str) -> list[dict[str, str]]:
     """Returns the settings of a task for each number of examples in `shots=LOW..HIGH`; without one, the settings."""
-    found = re.fullmatch(r"(\d+)\.\.(\d+)", settings.get("shots", "").strip())
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", settings.get("shots", "").strip())
+    if match is None:
         return [dict(settings)]
-    low, high = map(int, found.groups())
+    low, high = map(int, match.groups())
     if low >= high:
         raise RecipeError(f"{given}: shots: {low}..{high} is not a range; write the smaller number first, as in 0..8")
+    if high - low >= _MOST_VARIANTS:
+        raise RecipeError(f"{given}: shots: {low}..{high} is an evaluation for each number; name {_MOST_VARIANTS} at most")
     # One pool for all numbers, so that all ask the same questions.
     return [{"pool": str(high), **settings, "shots": str(n)} for n in range(low, high + 1)]

@@ -394,6 +394,8 @@ def test_numbers_of_examples_ask_the_same_questions(tokenizer: Any, tmp_path: Pa
     assert [group[0].name for group in find_variants(tasks)] == ["multiple_choice, 1 shots"]
     with pytest.raises(RecipeError, match="is not a range"):
         find_tasks([f"multiple_choice={file},shots=3..3"])
+    with pytest.raises(RecipeError, match="is an evaluation for each number; name 100 at most"):
+        find_tasks([f"multiple_choice={file},shots=0..100"])
     # Another number of rows set aside asks other questions.
     assert not find_variants([*find_tasks([f"multiple_choice={file},shots=2"]), tasks[0]])
 
