@@ -69,7 +69,7 @@ def run_attempts(task: Task, items: Sequence[Item], scorer: Scorer) -> list[list
             contexts,
             tokens=tokens,
             # A chat's program is a block, in which these may occur: HumanEval's stop strings begin a function.
-            stop=() if task.chat else task.stop,
+            stop=() if task.chat else task.ends,
             strip=False,
             temperature=task.temperature,
             top_p=task.top_p,
@@ -80,7 +80,7 @@ def run_attempts(task: Task, items: Sequence[Item], scorer: Scorer) -> list[list
     # [items][samples]; indentation belongs to a program, so answers are not stripped.
     answers = [list(row) for row in zip(*rounds, strict=True)]
     programs = [
-        item.build_program(extract_code(answer, task.stop) if task.chat else answer)
+        item.build_program(extract_code(answer, task.ends) if task.chat else answer)
         for item, row in zip(items, answers, strict=True)
         for answer in row
     ]

@@ -329,6 +329,8 @@ def _split_shots(settings: Mapping[str, str], given: str) -> list[dict[str, str]
     if low >= high:
         raise RecipeError(f"{given}: shots: {low}..{high} is not a range; write the smaller number first, as in 0..8")
     if high - low >= _MOST_VARIANTS:
-        raise RecipeError(f"{given}: shots: {low}..{high} is an evaluation for each number; name {_MOST_VARIANTS} at most")
+        raise RecipeError(
+            f"{given}: shots: {low}..{high} is an evaluation for each number; name {_MOST_VARIANTS} at most"
+        )
     # One pool for all numbers, so that all ask the same questions.
     return [{"pool": str(high), **settings, "shots": str(n)} for n in range(low, high + 1)]

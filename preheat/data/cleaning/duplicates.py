@@ -129,6 +129,6 @@ def hash_example(document: Document) -> str:
 
 
 def hash_context(document: Document) -> int:
-    """Returns a hash of the label and of what is only read: letters and digits of the prompt, or of the user's turns."""
+    """Returns a hash of the label and of the letters and digits that are only read: the prompt, or the user's turns."""
     read = (span.text for sequence in document.sequences for span in sequence if not span.trained)
     return hash_letters_of("\0".join((str(document.label), *read)))

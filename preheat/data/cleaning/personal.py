@@ -28,9 +28,7 @@ _EMAIL = re.compile(
 )
 _IBAN = re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?= ?[A-Z0-9])", re.ASCII)
 # One number, or groups as on cards: other numbers, such as a date, may stand before and after.
-_CARD = re.compile(
-    r"(?<![\w.+-])(?:\d{13,19}|\d{4}([ -])(?:\d{4}\1\d{4}\1\d{4}|\d{6}\1\d{4,5}))(?![\w-])", re.ASCII
-)
+_CARD = re.compile(r"(?<![\w.+-])(?:\d{13,19}|\d{4}([ -])(?:\d{4}\1\d{4}\1\d{4}|\d{6}\1\d{4,5}))(?![\w-])", re.ASCII)
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\w)", re.ASCII)
 _IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])", re.ASCII)
 _PHONE = re.compile(

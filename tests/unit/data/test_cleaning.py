@@ -131,7 +131,9 @@ def test_answers_of_a_pair_are_judged_each_for_itself(tmp_path, tokenizer):
 
 def test_equal_answers_with_different_labels_are_no_duplicates(tmp_path, tokenizer):
     rows = [
-        {"prompt": "?", "completion": sentence(n, 20), "label": label} for n in range(4) for label in (True, False, True)
+        {"prompt": "?", "completion": sentence(n, 20), "label": label}
+        for n in range(4)
+        for label in (True, False, True)
     ]
     for duplicates in ("exact", "near"):
         made = run(tmp_path, rows, tokenizer, {"duplicates": duplicates}, length=128)

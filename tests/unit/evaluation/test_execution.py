@@ -246,10 +246,10 @@ def test_a_chat_is_not_stopped_within_its_block(tmp_path: Path, monkeypatch: pyt
         execution.run_attempts(task, items, scorer)  # type: ignore[arg-type]
         assert scorer.settings[0]["stop"] == stop
     assert "\nimport math\n\ndef one():\n    return 1\n\n\ncheck(one)\n" in programs[1]
-
-
-def test_programs_of_several_lines_are_whole_by_default() -> None:
-    assert Task(kind="execution", prompt="a", gold="b", program="{{answer}}").ends == ()
+    # Without stop strings of its own, a program of several lines is whole, and another answer is one line.
+    scorer = Written({0: ["a = 1\nb = 2\n"]})
+    execution.run_attempts(replace(task, stop=None, chat=False), items, scorer)  # type: ignore[arg-type]
+    assert scorer.settings[0]["stop"] == ()
     assert Task(kind="exact_match", prompt="a", gold="b").ends == ("\n",)
 
 

@@ -77,7 +77,7 @@ def test_samples_that_are_left_out_are_in_no_batch() -> None:
 @pytest.mark.parametrize("rows", [(5, 2), (3, 3), (-1, 2)])
 def test_ranges_that_are_none_are_refused(rows: tuple[int, int], tmp_path: Path) -> None:
     recipe = parse("model: {size: 15M}\nstop: {max_steps: 1}\n")
-    with pytest.raises(RecipeError, match=r"^skip_rows: .* must be A\.\.B with A below B"):
+    with pytest.raises(RecipeError, match=r"^skip_rows: .* must be A\.\.B with A from 0 and below B"):
         train(recipe, out=tmp_path / "run", skip_rows=[rows])
 
 
