@@ -75,7 +75,7 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
 def run_programs(sources: Sequence[str], limits: Limits | None = None) -> list[Outcome]:
     """Runs programs, as many at a time as this process has cores, and returns their outcomes in order."""
     # The processes of a distributed run share the cores; with fewer for each program, it would exceed its time.
-    workers = max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    workers = max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda source: run_program(source, limits), sources))
 

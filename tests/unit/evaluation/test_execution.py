@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,23 @@ def count_processes() -> int:
     """Processes of the sandbox of this user, by the last argument of their command line."""
     lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
     return sum("-B" in line and "program.py" in line for line in lines)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [("", 8), ("2", 4), ("16", 1)])
+def test_ranks_of_a_host_share_its_cores(ranks: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, size: int) -> None:
+            sizes.append(size)
+            super().__init__(size)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(sandbox, "count_cores", lambda: 8)
+    monkeypatch.setattr(sandbox, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(sandbox, "run_program", lambda source, limits: Outcome("passed", source))
+    assert [outcome.message for outcome in run_programs(["a", "b"])] == ["a", "b"]
+    assert sizes == [workers]
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
