@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from preheat.core import MachineUse
 from preheat.core.plan import Plan
-from preheat.sanitize import format_percent
+from preheat.sanitize import format_percent, format_three_digits
 
 __all__ = ["NOISE", "describe_slow_bf16", "explain_slowdown", "note_busy_machine"]
 
@@ -59,8 +59,8 @@ def explain_slowdown(plan: Plan | None, baseline: Plan | None) -> str:
     )
     added = {kind: seconds - before.get(kind, 0.0) for kind, seconds in kinds.items()}
     kind = max(added, key=lambda kind: added[kind])
-    now, then = (1e6 * costs.get(kind, 0.0) for costs in (kinds, before))
-    return f"planned: {now:.3g} us of {_KINDS.get(kind, kind)} a token, {then:.3g} us without it"
+    now, then = (format_three_digits(1e6 * costs.get(kind, 0.0)) for costs in (kinds, before))
+    return f"planned: {now} us of {_KINDS.get(kind, kind)} a token, {then} us without it"
 
 
 _KINDS = {"host only": "the host's work between operators", "elementwise": "elementwise work"}

@@ -251,21 +251,20 @@ def _check_plan(group: _Group) -> None:
 def _count_steps(group: _Group, left: float) -> int:
     """Returns the steps of each contender within `left` seconds, from 2 to 10; marks those that cannot take two as
     failed."""
-    running = [
-        (c, p.seconds_per_step) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed
-    ]
+    running = [(c, p) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed]
     # Slowest last: it is the first to be left out if not all can take two steps.
-    running.sort(key=lambda pair: pair[1])
+    running.sort(key=lambda pair: pair[1].seconds_per_step)
     while running:
         # LEAST seconds remain however long planning took. A turn needs two steps, as the first is not timed.
         room = max(left - STARTUP * len(running), LEAST)
-        steps = int(room / sum(seconds for _, seconds in running))
+        steps = int(room / sum(plan.seconds_per_step for _, plan in running))
         if steps >= 2:
             return min(steps, 10)
-        c, seconds = running.pop()
+        c, plan = running.pop()
+        reason = "" if c is group.contenders[0] else explain_slowdown(plan, group.plans[0])
         c.failed = (
-            f"a step would take {seconds:.0f} s, longer than a trial may take; lower --batch-size, --seq-len or "
-            "--model-size"
+            f"a step would take {plan.seconds_per_step:.0f} s{f' ({reason})' if reason else ''}, longer than a trial "
+            "may take; lower --batch-size, --seq-len or --model-size"
         )
     return 2
 
@@ -336,10 +335,8 @@ def _describe_change(row: TrialRow, rows: Sequence[TrialRow], plans: Mapping[str
         return ""
     base = next(r for r in rows if r.name == row.against)
     name = row.name
-    reason = explain_slowdown(plans.get(name), plans.get(row.against))
-    cause = f" ({reason})" if reason else ""
     if not isinstance(row, MeasuredTrialRow):
-        return f"{name} was not run: {row.not_run}{cause}"
+        return f"{name} was not run: {row.not_run}"
     if not isinstance(base, MeasuredTrialRow):
         return (
             f"{name}: {row.tokens_per_second:,.0f} tokens/s in {row.peak_gib:.2f} GiB; without it "
@@ -348,7 +345,8 @@ def _describe_change(row: TrialRow, rows: Sequence[TrialRow], plans: Mapping[str
     speed, freed = row.tokens_per_second / base.tokens_per_second, base.peak_gib - row.peak_gib
     # One turn of each does not allow a verdict.
     fast = f"{format_percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
-    fast += cause if speed < 1 else ""
+    if speed < 1 and (reason := explain_slowdown(plans.get(name), plans.get(row.against))):
+        fast += f" ({reason})"
     if abs(speed - 1) < NOISE:
         fast = "no difference in speed seen"
     share = freed / base.peak_gib if base.peak_gib else 0.0

@@ -90,32 +90,32 @@ def find_cheapest(
     Raises:
         RecipeError: the recipe can be planned on no device.
     """
-    found: list[Priced] = []
+    entries: list[Priced] = []
     best: dict[str, float] = {}  # lowest cost so far, by device
     dearer: set[str] = set()
     for offer, counts in offers:
         device = offer.device.name
         for count in counts:
             if device in dearer:
-                found.append(Priced(offer, count, None, FEWER))
+                entries.append(Priced(offer, count, None, FEWER))
                 continue
             tell(f"{count} x {device}")
             try:
                 planned = plan(offer, count)
             except RecipeError as error:
-                found.append(Priced(offer, count, None, str(error).splitlines()[0]))
+                entries.append(Priced(offer, count, None, str(error).splitlines()[0]))
                 continue
             if not planned.fits_safely:
-                found.append(Priced(offer, count, planned, planned.verdict))
+                entries.append(Priced(offer, count, planned, planned.verdict))
                 continue
             entry = Priced(offer, count, planned)
-            found.append(entry)
+            entries.append(entry)
             if entry.cost > best.get(device, entry.cost):
                 dearer.add(device)
             best[device] = min(best.get(device, entry.cost), entry.cost)
-    if all(entry.plan is None for entry in found):
-        raise RecipeError(f"--aim cheapest: nothing could be planned: {found[0].problem}")
-    return sorted(found, key=lambda entry: (bool(entry.problem), 0.0 if entry.problem else entry.cost))
+    if all(entry.plan is None for entry in entries):
+        raise RecipeError(f"--aim cheapest: nothing could be planned: {entries[0].problem}")
+    return sorted(entries, key=lambda entry: (bool(entry.problem), 0.0 if entry.problem else entry.cost))
 
 
 def describe_priced(entry: Priced) -> JsonObject:

@@ -168,20 +168,20 @@ class Data:
         return [(replace(self, **part), weight) for part, weight in zip(listed, weights, strict=True)]
 
 
-Threshold = Fraction | None
+OptionalFraction = Fraction | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clean:
     """The keys of the recipe's `data.clean`: duplicates, quality filters, evaluation data and personal data.
 
-    A threshold sets or overrides one of `filters`; `min_...: 0` and `max_...: 1` switch one off.
+    A threshold sets or overrides one of `filters`; 0 switches off a `min_...`, and 1 a `max_...` that is a fraction.
     """
 
     duplicates: Literal["keep", "exact", "near"] = "keep"
-    """exact: rows that equal an earlier one except for white space are left out; near: also rows that are similar to an
-    earlier one (MinHash-LSH; needs `pip install 'preheat[clean]'`). Training rows that are duplicates of validation
-    rows are left out of training."""
+    """exact: rows that equal an earlier one, its label included, except for white space are left out; near: also rows
+    that are similar to an earlier one (MinHash-LSH; needs `pip install 'preheat[clean]'`). Training rows that are
+    duplicates of validation rows are left out of training."""
     similarity: Annotated[float, Bound(0.3, 1)] = 0.8
     """near: smallest Jaccard similarity of two rows' sets of 5-word sequences that makes them duplicates."""
     filters: tuple[Literal["gopher", "gopher_repetition", "c4"], ...] = ()
@@ -195,43 +195,43 @@ class Clean:
     """Smallest mean number of characters of a word (gopher: 3)."""
     max_mean_word_length: NonNegative | None = None
     """Largest mean number of characters of a word (gopher: 10)."""
-    max_symbols: Threshold = None
+    max_symbols: OptionalFraction = None
     """Largest ratio of hash signs, and of ellipses, to words (gopher: 0.1)."""
-    max_bullet_lines: Threshold = None
+    max_bullet_lines: OptionalFraction = None
     """Largest fraction of lines that begin with a bullet point (gopher: 0.9)."""
-    max_ellipsis_lines: Threshold = None
+    max_ellipsis_lines: OptionalFraction = None
     """Largest fraction of lines that end with an ellipsis (gopher: 0.3)."""
-    min_alphabetic_words: Threshold = None
+    min_alphabetic_words: OptionalFraction = None
     """Smallest fraction of words with a letter (gopher: 0.8)."""
     min_stop_words: Annotated[int, Bound(0, 8)] | None = None
     """Smallest number of different words of: the, be, to, of, and, that, have, with (gopher: 2)."""
-    max_repeated_lines: Threshold = None
+    max_repeated_lines: OptionalFraction = None
     """Largest fraction of lines that occurred before in the row (gopher_repetition: 0.3)."""
-    max_repeated_line_chars: Threshold = None
+    max_repeated_line_chars: OptionalFraction = None
     """The same as a fraction of the characters (gopher_repetition: 0.2)."""
-    max_repeated_paragraphs: Threshold = None
+    max_repeated_paragraphs: OptionalFraction = None
     """Largest fraction of paragraphs that occurred before in the row (gopher_repetition: 0.3)."""
-    max_repeated_paragraph_chars: Threshold = None
+    max_repeated_paragraph_chars: OptionalFraction = None
     """The same as a fraction of the characters (gopher_repetition: 0.2)."""
-    max_top_2gram: Threshold = None
+    max_top_2gram: OptionalFraction = None
     """Largest fraction of the characters of words that are in the row's most frequent pair of words, if it repeats
     (gopher_repetition: 0.2)."""
-    max_top_3gram: Threshold = None
+    max_top_3gram: OptionalFraction = None
     """The same for three words (gopher_repetition: 0.18)."""
-    max_top_4gram: Threshold = None
+    max_top_4gram: OptionalFraction = None
     """The same for four words (gopher_repetition: 0.16)."""
-    max_repeated_5gram: Threshold = None
+    max_repeated_5gram: OptionalFraction = None
     """Largest fraction of the characters of words that are in five consecutive words that occurred before
     (gopher_repetition: 0.15)."""
-    max_repeated_6gram: Threshold = None
+    max_repeated_6gram: OptionalFraction = None
     """The same for six words (gopher_repetition: 0.14)."""
-    max_repeated_7gram: Threshold = None
+    max_repeated_7gram: OptionalFraction = None
     """The same for seven words (gopher_repetition: 0.13)."""
-    max_repeated_8gram: Threshold = None
+    max_repeated_8gram: OptionalFraction = None
     """The same for eight words (gopher_repetition: 0.12)."""
-    max_repeated_9gram: Threshold = None
+    max_repeated_9gram: OptionalFraction = None
     """The same for nine words (gopher_repetition: 0.11)."""
-    max_repeated_10gram: Threshold = None
+    max_repeated_10gram: OptionalFraction = None
     """The same for ten words (gopher_repetition: 0.1)."""
     min_sentences: NonNegativeInt | None = None
     """Smallest number of sentences (c4: 3)."""

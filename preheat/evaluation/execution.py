@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from preheat.evaluation import bootstrap
 from preheat.evaluation.bootstrap import Metric
+from preheat.evaluation.metrics import cut_answer
 from preheat.evaluation.sandbox import Limits, Outcome, require_sandbox, run_programs
 from preheat.evaluation.tasks import Task
 
@@ -26,7 +27,7 @@ __all__ = [
     "run_attempts",
 ]
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class Attempt(NamedTuple):
@@ -42,15 +43,15 @@ def require_sandbox_for(tasks: Iterable[Task | LengthTask | str], *, knob: str) 
         require_sandbox(f"{knob} {name}")
 
 
-def extract_code(answer: str) -> str:
-    """Returns the first fenced block of a chat's answer, or all of it if there is none.
+def extract_code(answer: str, stop: Sequence[str] = ()) -> str:
+    """Returns the first fenced block of a chat's answer; without one, the answer up to the first of `stop`.
 
     Example:
         >>> extract_code("Sure:\\n```python\\nx = 1\\n```\\nDone.")
         'x = 1\\n'
     """
     block = _FENCED.search(answer)
-    return block[1] if block else answer
+    return block[1] if block else cut_answer(answer, stop)
 
 
 def run_attempts(task: Task, items: Sequence[Item], scorer: Scorer) -> list[list[Attempt]]:
@@ -67,7 +68,8 @@ def run_attempts(task: Task, items: Sequence[Item], scorer: Scorer) -> list[list
         scorer.write(
             contexts,
             tokens=tokens,
-            stop=task.stop,
+            # A chat's program is a block, in which these may occur: HumanEval's stop strings begin a function.
+            stop=() if task.chat else task.ends,
             strip=False,
             temperature=task.temperature,
             top_p=task.top_p,
@@ -78,7 +80,7 @@ def run_attempts(task: Task, items: Sequence[Item], scorer: Scorer) -> list[list
     # [items][samples]; indentation belongs to a program, so answers are not stripped.
     answers = [list(row) for row in zip(*rounds, strict=True)]
     programs = [
-        item.build_program(extract_code(answer) if task.chat else answer)
+        item.build_program(extract_code(answer, task.ends) if task.chat else answer)
         for item, row in zip(items, answers, strict=True)
         for answer in row
     ]

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 __all__ = [
+    "cut_answer",
     "score_exact_match",
     "normalize_answer",
     "parse_number",
@@ -42,6 +43,18 @@ _NUMBER = re.compile(
     r"(?P<percent>%)?\s*(?P<close>\))?\s*(?P<after>%)?\s*(?P<word>[a-z]+)?\s*\.?",
     re.IGNORECASE,
 )
+
+
+def cut_answer(text: str, stop: Sequence[str]) -> str:
+    """Returns a generated text up to the first of `stop`.
+
+    Example:
+        >>> cut_answer("a cat\\nQuestion:", ["\\n"])
+        'a cat'
+    """
+    for end in filter(None, stop):
+        text = text.split(end, 1)[0]
+    return text
 
 
 def normalize_answer(text: str) -> str:

@@ -66,7 +66,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
         values, written = compute_pass_rates(attempts, task.k), list(attempts)
     else:
         contexts = [scorer.encode(item.context, complete=item.complete) for item in items]
-        answers = scorer.write(contexts, tokens=task.tokens, stop=task.stop)
+        answers = scorer.write(contexts, tokens=task.tokens, stop=task.ends)
         values, written = _evaluate_by_answer(task, items, answers), list(answers)
     if samples is not None:
         with samples.open("a", encoding="utf-8") as file:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from preheat.errors import RecipeError, RunError
+from preheat.hardware.probe import count_cores
 from preheat.sanitize import shorten
 
 __all__ = ["Limits", "Outcome", "require_sandbox", "run_program", "run_programs"]
@@ -72,8 +73,10 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
 
 
 def run_programs(sources: Sequence[str], limits: Limits | None = None) -> list[Outcome]:
-    """Runs programs, as many at a time as there are CPUs, and returns their outcomes in order."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    """Runs programs, as many at a time as this process has cores, and returns their outcomes in order."""
+    # The processes of a distributed run share the cores; with fewer for each program, it would exceed its time.
+    workers = max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda source: run_program(source, limits), sources))
 
 

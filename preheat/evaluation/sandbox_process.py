@@ -24,7 +24,7 @@ import sys
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PID, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 # mount(2), mount_setattr(2)
-_MS_NOSUID, _MS_NODEV, _MS_RECURSIVE, _MS_PRIVATE = 2, 4, 16384, 1 << 18
+_MS_READ_ONLY, _MS_NOSUID, _MS_NODEV, _MS_RECURSIVE, _MS_PRIVATE = 1, 2, 4, 16384, 1 << 18
 _ATTRIBUTES = 0x1 | 0x2 | 0x4  # read-only, no set-user-ID programs, no devices
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = -100, 0x8000, 442
 # prctl(2)
@@ -47,7 +47,8 @@ _CALLS = {
             *(155, 161, 165, 166, 272, 308, 428, 429, 430, 431, 432, 433, 442),  # mounts, roots, namespaces
             *(248, 249, 250, 298, 304, 321, 323, 425, 426, 427),  # keys, perf, file handles, bpf, userfaultfd, io_uring
             *(175, 176, 246, 313, 320),  # kernel modules, kexec
-            *(29, 319),  # shmget, memfd_create: memory beside the address space
+            # shmget, semget, msgget, memfd_create, memfd_secret: memory beside the address space
+            *(29, 64, 68, 319, 447),
         ),
     },
     "aarch64": {
@@ -60,7 +61,7 @@ _CALLS = {
             *(41, 51, 40, 39, 97, 268, 428, 429, 430, 431, 432, 433, 442),
             *(217, 218, 219, 241, 265, 280, 282, 425, 426, 427),
             *(105, 106, 104, 273, 294),
-            *(194, 279),
+            *(194, 190, 186, 279, 447),
         ),
     },
 }
@@ -104,10 +105,13 @@ def _restrict_files(libc: ctypes.CDLL, program: str, size: int) -> None:
     attributes = struct.pack("QQQQ", _ATTRIBUTES, 0, 0, 0)
     result = libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
     _check(result, "file systems cannot be made read-only (Linux 5.12 or newer)")
-    for path, options in ((folder, f"size={size},nr_inodes=1024,mode=700"), *((h, "size=0,mode=555") for h in HIDDEN)):
-        if os.path.isdir(path):
-            flags = _MS_NOSUID | _MS_NODEV
-            _check(libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options.encode()), f"{path} cannot be hidden")
+    flags = _MS_NOSUID | _MS_NODEV
+    options = f"size={size},nr_inodes=1024,mode=700".encode()
+    _check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", flags, options), f"{folder} cannot be hidden")
+    for path in filter(os.path.isdir, HIDDEN):
+        # Read-only: the program owns the mount, and could make its folder writable.
+        hidden = libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags | _MS_READ_ONLY, b"mode=555")
+        _check(hidden, f"{path} cannot be hidden")
     with open(program, "wb") as file:
         file.write(source)
     os.chdir(folder)

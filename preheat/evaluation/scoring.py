@@ -11,6 +11,7 @@ from preheat.core import Batch, Build, MaskSpec, Tag
 from preheat.data.tokenizer import Encoder
 from preheat.engine.evaluate import find_likeliest, score_tokens
 from preheat.errors import DataError
+from preheat.evaluation.metrics import cut_answer
 from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
 
@@ -220,9 +221,8 @@ class Scorer(Reader):
             on_text=count,
         )
         for n, answer in zip(order, written, strict=True):
-            text = answer.text.lstrip() if strip else answer.text  # a leading line break must not match `stop`
-            for end in filter(None, stop):
-                text = text.split(end, 1)[0]
+            # A leading line break must not match `stop`.
+            text = cut_answer(answer.text.lstrip() if strip else answer.text, stop)
             answers[n] = text.rstrip() if strip else text
         return answers
 

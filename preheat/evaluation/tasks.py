@@ -92,8 +92,9 @@ class Task:
     """With `chat`: the system prompt."""
     tokens: Count = 64
     """Maximum tokens of a generated answer."""
-    stop: tuple[str, ...] = ("\n",)
-    """A generated answer ends before the first of these."""
+    stop: tuple[str, ...] | None = None
+    """A generated answer ends before the first of these; default: a line break, for execution nothing. In a chat, they
+    end no program that is in a fenced block."""
     program: str | None = None
     """execution: template of the program that is run, with the generated text as `answer`. The row passes if the
     program reaches its end without an error."""
@@ -112,6 +113,13 @@ class Task:
     """Maximum number of rows."""
     seed: NonNegativeInt = 0
     """Seed for drawing the few-shot examples and samples."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The texts that end a generated answer: `stop`, or its default."""
+        if self.stop is not None:
+            return self.stop
+        return () if self.kind == "execution" else ("\n",)
 
     def problems(self) -> list[tuple[str, str]]:
         """Returns contradictory settings, as (key, message)."""
@@ -308,13 +316,21 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
     return tasks
 
 
+_MOST_VARIANTS = 100
+"""Numbers of examples that one range may name: each is an evaluation of its own."""
+
+
 def _split_shots(settings: Mapping[str, str], given: str) -> list[dict[str, str]]:
     """Returns the settings of a task for each number of examples in `shots=LOW..HIGH`; without one, the settings."""
-    found = re.fullmatch(r"(\d+)\.\.(\d+)", settings.get("shots", "").strip())
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", settings.get("shots", "").strip())
+    if match is None:
         return [dict(settings)]
-    low, high = map(int, found.groups())
+    low, high = map(int, match.groups())
     if low >= high:
         raise RecipeError(f"{given}: shots: {low}..{high} is not a range; write the smaller number first, as in 0..8")
+    if high - low >= _MOST_VARIANTS:
+        raise RecipeError(
+            f"{given}: shots: {low}..{high} is an evaluation for each number; name {_MOST_VARIANTS} at most"
+        )
     # One pool for all numbers, so that all ask the same questions.
     return [{"pool": str(high), **settings, "shots": str(n)} for n in range(low, high + 1)]

@@ -38,7 +38,10 @@ def replace_prompts(tasks: Sequence[Task | LengthTask | str], files: Sequence[Pa
     """
     if twice := next((f.stem for f in files if [g.stem for g in files].count(f.stem) > 1), None):
         raise RecipeError(f"--prompt: two files have the name {twice!r}, which names their results; rename one")
-    prompts = {file.stem: read_text(file, f"--prompt {file}").rstrip("\\n") for file in files}
+    if folder := next(filter(Path.is_dir, files), None):
+        raise RecipeError(f"--prompt {folder}: is a folder; name the file of a prompt")
+    # The line break that editors add at the end of a file belongs to no prompt.
+    prompts = {file.stem: read_text(file, f"--prompt {file}").removesuffix("\n") for file in files}
     variants: list[Task | LengthTask | str] = []
     for task in tasks:
         if not isinstance(task, Task):

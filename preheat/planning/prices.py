@@ -73,7 +73,14 @@ def _read_yaml(path: Path) -> list[Offer]:
     for key in values:
         if key not in _KEYS:
             raise RecipeError(f"{where}: {key}: is unknown; {suggest_nearest(str(key), list(_KEYS))}")
-    return [_read_offer(where, str(name), entry, values) for name, entry in values["prices"].items()]
+    names: dict[str, str] = {}
+    offers = []
+    for name, entry in values["prices"].items():
+        offer = _read_offer(where, str(name), entry, values)
+        if (earlier := names.setdefault(offer.device.name, str(name))) != str(name):
+            raise RecipeError(f"{where}: prices.{name}: is the same device as {earlier}; keep one of the two prices")
+        offers.append(offer)
+    return offers
 
 
 def _read_offer(where: str, name: str, entry: object, common: Mapping[str, object]) -> Offer:
@@ -112,7 +119,7 @@ def _read_csv(path: Path) -> list[Offer]:
     try:
         date = datetime.datetime.fromtimestamp(path.stat().st_mtime).date().isoformat()
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(file, restval=""))  # a cut-off last line lacks columns
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RecipeError(f"{where}: cannot be read ({error})") from None
     if not rows or any(column not in rows[0] for column in _CSV_COLUMNS):
@@ -135,6 +142,7 @@ def _read_csv(path: Path) -> list[Offer]:
 
 def _read_number(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return 0.0
+    return value if math.isfinite(value) else 0.0

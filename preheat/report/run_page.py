@@ -446,6 +446,10 @@ def _format_bytes(recorded: object) -> str:
     return format_gib(None if finite is None else finite / 2**30)
 
 
+def _format_range(recorded: object) -> str:
+    return " to ".join(map(format_value, recorded)) if isinstance(recorded, list) else format_value(recorded)
+
+
 # Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
     "requested": ("it asked for", _format_bytes),
@@ -460,18 +464,8 @@ _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
             f"{format_value(recorded)} s" if (read_number(recorded) or 9) < 1 else format_duration(recorded)
         ),
     ),
-    "seconds_per_step": (
-        "seconds a step",
-        lambda recorded: (
-            " to ".join(map(format_value, recorded)) if isinstance(recorded, list) else format_value(recorded)
-        ),
-    ),
-    "rows": (
-        "rows",
-        lambda recorded: (
-            " to ".join(map(format_value, recorded)) if isinstance(recorded, list) else format_value(recorded)
-        ),
-    ),
+    "seconds_per_step": ("seconds a step", _format_range),
+    "rows": ("rows", _format_range),
     "signal": ("by", str),
     "spread": (
         "spread",

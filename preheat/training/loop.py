@@ -143,6 +143,9 @@ def _train(
     skip_rows: Sequence[Range],
 ) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
+    for first, end in skip_rows:
+        if not 0 <= first < end:
+            raise RecipeError(f"skip_rows: {first}..{end}: must be A..B with A from 0 and below B, such as 640..704")
     # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
     session = open_session(
         recipe,

@@ -13,8 +13,8 @@ import numpy as np
 from preheat.core.data_record import IN_EVALUATION_DATA
 from preheat.core.schema import Clean
 from preheat.data.cache import open_entry
-from preheat.data.cleaning.duplicates import Duplicates, hash_context
-from preheat.data.cleaning.overlap import OverlapIndex, open_evaluation_texts
+from preheat.data.cleaning.duplicates import Duplicates, hash_context, hash_example
+from preheat.data.cleaning.overlap import FEWEST, OverlapIndex, open_evaluation_texts
 from preheat.data.cleaning.personal import Occurrence, find_personal_data, mask_personal_data
 from preheat.data.cleaning.quality import Threshold, choose_thresholds, find_failed_rule
 from preheat.data.document import Document
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DUPLICATE", "NEAR_DUPLICATE", "PERSONAL", "RowCleaner", "clean_sources", "find_overlaps"]
 
-VERSION = 1
+VERSION = 2
 """Version of the decisions: raised when equal rows and settings give other ones."""
 DUPLICATE, NEAR_DUPLICATE, PERSONAL = "duplicate", "near duplicate", "personal data"
 _EXAMPLES = 3
@@ -57,7 +57,7 @@ class RowCleaner:
     Attributes:
         thresholds: rule -> threshold of the quality rules.
         overlaps: the words of the evaluation data; None without any.
-        known: content hashes of rows that are duplicates wherever they occur, of a stream's validation source.
+        known: content hashes of a stream's validation source; rows with these are duplicates wherever they occur.
     """
 
     settings: Clean
@@ -81,8 +81,8 @@ class RowCleaner:
         """Returns the personal data of each span of text."""
         if self.settings.personal_data == "keep":
             return []
-        spans = (piece for sequence in document.sequences for piece in sequence)
-        return [find_personal_data(piece.text, self.settings.personal_kinds) for piece in spans]
+        spans = (span for sequence in document.sequences for span in sequence)
+        return [find_personal_data(span.text, self.settings.personal_kinds) for span in spans]
 
     def mask(self, document: Document, personal: Sequence[Sequence[Occurrence]]) -> Document:
         """Returns the document with its personal data replaced, if the settings say so."""
@@ -90,17 +90,19 @@ class RowCleaner:
             return document
         left = iter(personal)
         sequences = (
-            tuple(piece._replace(text=mask_personal_data(piece.text, next(left))) for piece in sequence)
+            tuple(span._replace(text=mask_personal_data(span.text, next(left))) for span in sequence)
             for sequence in document.sequences
         )
         return document._replace(sequences=tuple(sequences))
 
     def inspect(self, document: Document, personal: Sequence[Sequence[Occurrence]]) -> Removal | None:
         """Returns the reason to leave out a document, duplicates aside."""
-        # Quality is that of the text that the model learns to write; documents of classes have only text to read.
-        text = document.trained_text or document.text
-        if self.thresholds and (failure := find_failed_rule(text, self.thresholds)):
-            return Removal(failure.rule, failure.message)
+        for sequence in document.sequences if self.thresholds else ():
+            # Quality is that of the text that the model learns to write; documents of classes have only text to read.
+            # Each answer of a pair counts for itself, since what they share is no repetition.
+            text = "".join(span.text for span in sequence if span.trained) or "".join(span.text for span in sequence)
+            if failure := find_failed_rule(text, self.thresholds):
+                return Removal(failure.rule, failure.message)
         if self.settings.personal_data == "drop" and any(personal):
             counts = Counter(occurrence.kind for part in personal for occurrence in part)
             # The values are not repeated in messages, which the run's folder keeps.
@@ -111,7 +113,7 @@ class RowCleaner:
 
     def stream(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yields the documents of a streamed source; with duplicates: exact, the first of equal ones."""
-        seen = set(self.known)
+        seen: set[str] = set()
         for document in documents:
             if not document.sequences or not document.has_target:
                 yield document
@@ -119,9 +121,9 @@ class RowCleaner:
             personal = self.find_personal(document)
             document, removal = self.mask(document, personal), self.inspect(document, personal)
             if removal is None and self.settings.duplicates != "keep":
-                if (mark := hash_content(document)) in seen:
+                if (example := hash_example(document)) in seen or hash_content(document) in self.known:
                     removal = Removal(DUPLICATE, "")
-                seen.add(mark)
+                seen.add(example)
             yield document if removal is None else remove(document, removal.reason)
 
     def key(self) -> str:
@@ -149,8 +151,8 @@ def read_overlap_index(names: Sequence[str], size: int, *, knob: str) -> Overlap
             index.add(where, text)
         if index.texts - texts == index.short - short:
             raise DataError(
-                f"{knob} {name}: none of its {index.texts - texts:,} texts has 8 words or more, so that no overlap "
-                "can be found; name the rows with their questions"
+                f"{knob} {name}: none of its {index.texts - texts:,} texts has {FEWEST} words or more, so that no "
+                "overlap can be found; name the rows with their questions"
             )
     return index
 
@@ -292,7 +294,8 @@ def _decide(
                 decisions.remove(source_number, number, document.where, removal)
             elif duplicates is not None:
                 candidate = _describe(document, duplicates, source_number, number)
-                (held_out if split.choose_side(candidate.content) == "validation" else trained).append(candidate)
+                side = split.choose_side(hash_content(document))
+                (held_out if side == "validation" else trained).append(candidate)
     if duplicates is None:
         return decisions
     for document in validation.read() if validation else ():
@@ -314,7 +317,7 @@ def _describe(document: Document, duplicates: Duplicates, source: int, number: i
         source,
         number,
         document.where,
-        hash_content(document),
+        hash_example(document),
         hash_context(document),
         duplicates.sign(document),
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from preheat.data.cleaning.overlap import split_words
-from preheat.data.split import hash_letters_of
+from preheat.data.split import hash_content, hash_letters_of
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from preheat.data.document import Document
 
-__all__ = ["Duplicate", "Duplicates", "hash_context", "make_shingles"]
+__all__ = ["Duplicate", "Duplicates", "hash_context", "hash_example", "make_shingles"]
 
 SHINGLE = 5
 """Words of a shingle."""
@@ -67,7 +67,7 @@ class Duplicates:
     def __init__(self, similarity: float | None):
         self.similarity = similarity
         self._equal: dict[str, str] = {}
-        # (place, hash of what is only read, signature) of the rows in the index.
+        # (place, hash of the context, signature) of the rows in the index.
         self._rows: list[tuple[str, int, np.ndarray]] = []
         if similarity is None:
             return
@@ -98,8 +98,8 @@ class Duplicates:
         """Returns the row that this one repeats; if there is none, adds this one.
 
         Args:
-            content: its content hash.
-            context: hash of its text that is only read: rows of different prompts are no near duplicates.
+            content: by `hash_example`.
+            context: by `hash_context`: rows of different prompts or labels are no near duplicates.
         """
         if (earlier := self._equal.get(content)) is not None:
             return Duplicate(earlier, None)
@@ -123,7 +123,12 @@ class Duplicates:
                 yield estimate, -number
 
 
+def hash_example(document: Document) -> str:
+    """Returns the content hash together with the label: an answer that was liked and disliked is no duplicate."""
+    return f"{hash_content(document)} {document.label}"
+
+
 def hash_context(document: Document) -> int:
-    """Returns a hash of the letters and digits that are only read: the prompt, or the turns of the user."""
-    read = (piece.text for sequence in document.sequences for piece in sequence if not piece.trained)
-    return hash_letters_of("\0".join(read))
+    """Returns a hash of the label and of the letters and digits that are only read: the prompt, or the user's turns."""
+    read = (span.text for sequence in document.sequences for span in sequence if not span.trained)
+    return hash_letters_of("\0".join((str(document.label), *read)))

@@ -133,6 +133,8 @@ def open_evaluation_texts(name: str, *, knob: str) -> EvaluationTexts:
         DataError: no such file.
     """
     task, equals, rows = name.partition(",")[0].partition("=")
+    if equals and not rows.strip():
+        raise RecipeError(f"{knob} {quote_value(name)}: names no file; write {task or 'NAME'}=FILE")
     path = expand_path(knob, rows if equals else task)
     if not equals and path.suffix in (".yaml", ".yml") and path.is_file():
         values, _ = read_yaml(path)

@@ -21,17 +21,22 @@ class Occurrence(NamedTuple):
     end: int
 
 
-# Each pattern begins where no word or number continues, so that a search is linear in the text.
-_EMAIL = re.compile(r"(?<![\w.%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w-])")
-_IBAN = re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?= ?[A-Z0-9])")
-_CARD = re.compile(r"(?<![\w.+-])\d(?:[ -]?\d){12,18}(?![\w-])")
-_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\w)")
-_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])")
+# Each pattern begins where no word or number continues, so that a search is linear in the text. ASCII: in Chinese and
+# Japanese, the letters of other words follow without a space.
+_EMAIL = re.compile(
+    r"(?<![\w.%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w-])", re.ASCII
+)
+_IBAN = re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?= ?[A-Z0-9])", re.ASCII)
+# One number, or groups as on cards: other numbers, such as a date, may stand before and after.
+_CARD = re.compile(r"(?<![\w.+-])(?:\d{13,19}|\d{4}([ -])(?:\d{4}\1\d{4}\1\d{4}|\d{6}\1\d{4,5}))(?![\w-])", re.ASCII)
+_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\w)", re.ASCII)
+_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:])", re.ASCII)
 _PHONE = re.compile(
     r"(?<![\w.+-])"
     r"(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d(?:[ .-]?\d){5,12}"  # international: +49 30 1234567
     r"|(?:\(\d{3}\) ?|\d{3}[.-])\d{3}[.-]\d{4})"  # North America: (212) 555-0187
-    r"(?![\w-])"
+    r"(?![\w-])",
+    re.ASCII,
 )
 _IBAN_LENGTHS = {
     country: int(length)
@@ -93,7 +98,7 @@ def _find_ibans(text: str) -> Iterator[tuple[int, int]]:
             elif character != " " or text[end - 1] == " ":
                 break
             end += 1
-        is_whole = len(compact) == length and not text[end : end + 1].isalnum()
+        is_whole = len(compact) == length and not (text[end : end + 1].isascii() and text[end : end + 1].isalnum())
         # ISO 7064: the country and check digits go to the end, letters count from 10, and the remainder of 97 is 1.
         if is_whole and int("".join(str(int(c, 36)) for c in compact[4:] + compact[:4])) % 97 == 1:
             yield start, end

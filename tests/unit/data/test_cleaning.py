@@ -44,10 +44,10 @@ def tokenizer(tmp_path_factory):
     return str(folder)
 
 
-def run(tmp_path, rows, tokenizer, clean, **settings):
+def run(tmp_path, rows, tokenizer, clean, length=32, **settings):
     source = rows if isinstance(rows, str) else write(tmp_path / "rows.jsonl", rows)
     data = Data(source=source, clean=clean, **{"validation": 0.0, **settings})
-    return prepare(data, length=32, seed=0, tokenizer=tokenizer, cache=tmp_path / "cache")
+    return prepare(data, length=length, seed=0, tokenizer=tokenizer, cache=tmp_path / "cache")
 
 
 def texts(prepared, side="train"):
@@ -120,6 +120,26 @@ def test_rows_are_left_out_by_rule_with_counts(tmp_path, tokenizer):
     ]
     assert removed[0]["examples"][0][1] == "words: 2 is below 5"
     assert removed[0]["examples"][0][0].endswith("rows.jsonl:9")
+
+
+def test_answers_of_a_pair_are_judged_each_for_itself(tmp_path, tokenizer):
+    rows = [{"prompt": "?", "chosen": sentence(n, 20), "rejected": sentence(n, 19)} for n in range(4)]
+    rows += [{"prompt": "?", "chosen": sentence(9, 20), "rejected": sentence(8, 5) * 4}]
+    made = run(tmp_path, rows, tokenizer, {"filters": ["gopher_repetition"]}, length=128)
+    assert (made.counts["train"]["documents"], list(made.counts["dropped"].values())) == (4, [1])
+
+
+def test_equal_answers_with_different_labels_are_no_duplicates(tmp_path, tokenizer):
+    rows = [
+        {"prompt": "?", "completion": sentence(n, 20), "label": label}
+        for n in range(4)
+        for label in (True, False, True)
+    ]
+    for duplicates in ("exact", "near"):
+        made = run(tmp_path, rows, tokenizer, {"duplicates": duplicates}, length=128)
+        assert (made.counts["train"]["documents"], made.counts["dropped"]) == (8, {"duplicate": 4})
+    streamed = run(tmp_path, rows, tokenizer, {"duplicates": "exact"}, length=128, streaming=True)
+    assert streamed.counts["beginning"]["dropped"] == {"duplicate": 4}
 
 
 def test_quality_is_that_of_the_answer(tmp_path, tokenizer):
@@ -250,6 +270,8 @@ def test_rows_with_evaluation_data_are_left_out(tmp_path, tokenizer):
     # Other words in the same file are another cache entry.
     write(tmp_path / "q.jsonl", [{"question": sentence(78, 20)}])
     assert run(tmp_path, rows, tokenizer, {"against": [held]}).counts["dropped"] == {}
+    with pytest.raises(RecipeError, match=r"data\.clean\.against 'cloze=': names no file; write cloze=FILE"):
+        run(tmp_path, rows, tokenizer, {"against": ["cloze="]})
     write(tmp_path / "q.jsonl", [{"question": "no room"}])
     with pytest.raises(DataError, match="none of its 1 texts has 8 words or more"):
         run(tmp_path, rows, tokenizer, {"against": [held]})
@@ -266,6 +288,8 @@ def test_rows_with_evaluation_data_are_left_out(tmp_path, tokenizer):
         ("192.168.0.1, 127.0.0.1, 300.1.1.1 and std::string a::b", {}),
         ("version 1.2.3.4.5 of 10:20:30", {}),
         ("Card 4111 1111 1111 1111!", {"card": "4111 1111 1111 1111"}),
+        ("4111 1111 1111 1111 12/25, 7 5500-0000-0000-0004 and 3782 822463 10005", {"card": "4111 1111 1111 1111 5500-0000-0000-0004 3782 822463 10005"}),
+        ("请联系john@example.org或拨打+49 30 1234567，卡号4111111111111111。", {"email": "john@example.org", "phone": "+49 30 1234567", "card": "4111111111111111"}),
         ("Card 4111 1111 1111 1112, id 0000 0000 0000 0000", {}),
         ("to DE89 3704 0044 0532 0130 00 AND GB82WEST12345698765432", {"iban": "DE89 3704 0044 0532 0130 00 GB82WEST12345698765432"}),
         ("BE68 5390 0754 7034 TEXT", {"iban": "BE68 5390 0754 7034"}),

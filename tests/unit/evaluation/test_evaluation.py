@@ -394,6 +394,8 @@ def test_numbers_of_examples_ask_the_same_questions(tokenizer: Any, tmp_path: Pa
     assert [group[0].name for group in find_variants(tasks)] == ["multiple_choice, 1 shots"]
     with pytest.raises(RecipeError, match="is not a range"):
         find_tasks([f"multiple_choice={file},shots=3..3"])
+    with pytest.raises(RecipeError, match="is an evaluation for each number; name 100 at most"):
+        find_tasks([f"multiple_choice={file},shots=0..100"])
     # Another number of rows set aside asks other questions.
     assert not find_variants([*find_tasks([f"multiple_choice={file},shots=2"]), tasks[0]])
 
@@ -402,8 +404,13 @@ def test_prompts_are_compared_row_by_row(tokenizer: Any, tmp_path: Path) -> None
     rows = [{"query": f"q{n}", "choices": ["a", "bcd"], "gold": n % 2} for n in range(8)]
     (tmp_path / "short.jinja").write_text("{{query}}\n")
     (tmp_path / "long.jinja").write_text("Question: {{query}}\nAnswer:\n")
+    (tmp_path / "question.jinja").write_text("{{query}} question\n\n")
     files = [tmp_path / "short.jinja", tmp_path / "long.jinja"]
     tasks = replace_prompts(find_tasks([f"multiple_choice={_jsonl(tmp_path / 'r.jsonl', rows)}"]), files)
+    assert [task.prompt for task in tasks if isinstance(task, Task)] == ["{{query}}", "Question: {{query}}\nAnswer:"]
+    (question,) = replace_prompts(tasks[:1], [tmp_path / "question.jinja"])
+    assert isinstance(question, Task)
+    assert question.prompt == "{{query}} question\n"
     scorer = Scorer(opened(), tokenizer, micro=4, length=32)
     results = {task.name: measure_task(task, scorer) for task in tasks if isinstance(task, Task)}
     (name, found), *none = compare_variants(find_variants(tasks), results).items()
@@ -418,6 +425,8 @@ def test_prompts_are_compared_row_by_row(tokenizer: Any, tmp_path: Path) -> None
     crowded = next(replace(task, shots=6) for task in tasks if isinstance(task, Task))
     with pytest.raises(RecipeError, match=r"with 6 examples has .* tokens, and a row 32; use fewer examples"):
         measure_task(crowded, scorer)
+    with pytest.raises(RecipeError, match="is a folder; name the file of a prompt"):
+        replace_prompts(tasks, [tmp_path])
     with pytest.raises(RecipeError, match="has no prompt"):
         replace_prompts(["piqa"], files)
 

@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from preheat.errors import RecipeError, RunError
-from preheat.evaluation import sandbox
+from preheat.evaluation import execution, sandbox
 from preheat.evaluation.best import scores_of
 from preheat.evaluation.execution import (
     Attempt,
@@ -70,6 +72,8 @@ SYSTEM_CALL = (
         ("import os, signal\nos.setsid()\nsignal.signal(15, signal.SIG_IGN)\nwhile True: print('x' * 999)", "timed out", ""),
         ("x = bytearray(2 ** 31)", "failed", "MemoryError"),
         ("import os; os.memfd_create('a')", "failed", "Operation not permitted"),
+        (SYSTEM_CALL.format("msgget(0, 0o1600)"), "failed", "Operation not permitted"),
+        *((f"import os; os.chmod('{path}', 0o777); open('{path}/a', 'w')", "failed", "Read-only file system") for path in ("/proc", "/dev/shm")),
         # The network, and sockets of this machine.
         ("import socket; socket.socket()", "failed", "Operation not permitted"),
         ("import socket; socket.socket(socket.AF_UNIX)", "failed", "Operation not permitted"),
@@ -126,6 +130,23 @@ def count_processes() -> int:
     return sum("-B" in line and "program.py" in line for line in lines)
 
 
+@pytest.mark.parametrize(("ranks", "workers"), [("", 8), ("2", 4), ("16", 1)])
+def test_ranks_of_a_host_share_its_cores(ranks: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, size: int) -> None:
+            sizes.append(size)
+            super().__init__(size)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(sandbox, "count_cores", lambda: 8)
+    monkeypatch.setattr(sandbox, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(sandbox, "run_program", lambda source, limits: Outcome("passed", source))
+    assert [outcome.message for outcome in run_programs(["a", "b"])] == ["a", "b"]
+    assert sizes == [workers]
+
+
 def test_without_a_sandbox_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task(kind="execution", prompt="a", gold="b", program="{{answer}}", name="mine")
     monkeypatch.setattr(sandbox.sys, "platform", "darwin")
@@ -178,6 +199,10 @@ def test_code_of_a_chat_is_its_first_block() -> None:
     assert extract_code("x = 1\n") == "x = 1\n"
     assert extract_code("So:\n```python\nx = 1\n```\nor\n```\ny\n```") == "x = 1\n"
     assert extract_code("```\nx = 1\ny = ") == "x = 1\ny = "
+    assert extract_code("```python3\nx = 1\n```\nDone.") == "x = 1\n"
+    # Stop strings end a program outside of a block only.
+    assert extract_code("```\nimport a\n\ndef b(): ...\n```", ["\ndef"]) == "import a\n\ndef b(): ...\n"
+    assert extract_code("    return 1\n\ndef b(): ...", ["\ndef"]) == "    return 1\n"
 
 
 class Written:
@@ -222,6 +247,28 @@ def test_a_task_is_measured_by_its_tests(tmp_path: Path) -> None:
     first = json.loads(samples.read_text().splitlines()[0])
     assert first["answers"] == [right[0], "def add(a, b): return 3"]
     assert [outcome["kind"] for outcome in first["outcomes"]] == ["passed", "failed"]
+
+
+def test_a_chat_is_not_stopped_within_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "def one():\n    'One.'\n", "test": "", "entry_point": "one", "canonical_solution": "    return 1"}
+    (tmp_path / "h.jsonl").write_text(json.dumps(row) + "\n")
+    programs: list[str] = []
+    monkeypatch.setattr(
+        execution, "run_programs", lambda sources, limits: [Outcome("passed") for source in sources if not programs.append(source)]
+    )  # fmt: skip
+    for chat, stop in ((False, ("\nclass", "\ndef", "\n#", "\nif", "\nprint")), (True, ())):
+        (task,) = find_tasks([f"humaneval={tmp_path / 'h.jsonl'},chat={str(chat).lower()}"])
+        assert isinstance(task, Task)
+        items = read_items(replace(task, chat=False), None)  # type: ignore[arg-type]
+        scorer = Written({0: ["So:\n```python\nimport math\n\ndef one():\n    return 1\n```"]})
+        execution.run_attempts(task, items, scorer)  # type: ignore[arg-type]
+        assert scorer.settings[0]["stop"] == stop
+    assert "\nimport math\n\ndef one():\n    return 1\n\n\ncheck(one)\n" in programs[1]
+    # Without stop strings of its own, a program of several lines is whole, and another answer is one line.
+    scorer = Written({0: ["a = 1\nb = 2\n"]})
+    execution.run_attempts(replace(task, stop=None, chat=False), items, scorer)  # type: ignore[arg-type]
+    assert scorer.settings[0]["stop"] == ()
+    assert Task(kind="exact_match", prompt="a", gold="b").ends == ("\n",)
 
 
 @needs_sandbox

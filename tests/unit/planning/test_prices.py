@@ -44,6 +44,7 @@ def test_prices_have_a_currency_and_a_date(tmp_path: Path) -> None:
         (PRICES.replace("source", "sorce"), "prices.L40S.sorce: is unknown; did you mean 'source'"),
         (PRICES.replace("date: 2026-10-01", "currency: EUR"), "has prices in EUR and USD, which cannot be compared"),
         ("currency: USD", "prices: is missing"),
+        (PRICES.replace("L40S", "H100-SXM"), "prices.H100-SXM: is the same device as H100; keep one of the two prices"),
     ],
 )
 def test_wrong_prices_are_one_line(text: str, message: str, tmp_path: Path) -> None:
@@ -61,6 +62,7 @@ def test_a_catalogue_of_skypilot_has_the_lowest_price_of_each_host(tmp_path: Pat
     (folder / "vms.csv").write_text(
         "InstanceType,AcceleratorName,AcceleratorCount,Price,Region\n"
         "cpu,,0,0.1,eu\na,H100,8.0,24,eu\nb,H100,8,16,us\nc,H100,1,2.95,eu\nd,Unknown9,1,1,eu\n"
+        "e,H100,nan,1,eu\nf,H100,inf,1,eu\ng,H100,1,nan,eu\nh,H100\n"
     )
     offers = {offer.count: offer for offer in read_prices(folder / "vms.csv")}
     assert {count: offer.price.per_hour for count, offer in offers.items()} == {8: 2.0, 1: 2.95}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from preheat.data.loader import _Stream
+from preheat.errors import RecipeError
+from preheat.recipe import parse
 from preheat.techniques.difficulty_curriculum import order_by_difficulty
+from preheat.training.loop import train
 from preheat.training.spikes import HISTORY, Spike, SpikeDetector, advance, iterate_around
 
 
@@ -68,6 +72,13 @@ def test_samples_that_are_left_out_are_in_no_batch() -> None:
             assert read == expected[4 * batch : 4 * batch + 4]
             position = advance(position, 4, ranges)
             assert position == read[-1] + 1
+
+
+@pytest.mark.parametrize("rows", [(5, 2), (3, 3), (-1, 2)])
+def test_ranges_that_are_none_are_refused(rows: tuple[int, int], tmp_path: Path) -> None:
+    recipe = parse("model: {size: 15M}\nstop: {max_steps: 1}\n")
+    with pytest.raises(RecipeError, match=r"^skip_rows: .* must be A\.\.B with A from 0 and below B"):
+        train(recipe, out=tmp_path / "run", skip_rows=[rows])
 
 
 def test_a_curriculum_has_samples_after_its_end() -> None:
