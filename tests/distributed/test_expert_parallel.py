@@ -139,6 +139,7 @@ def test_what_is_refused() -> None:
     assert "does not divide the 2 devices" in problems(
         "{fsdp: {}, expert_parallel: {degree: 4}, tensor_parallel: {degree: 2}}", 4
     )
+    assert "degree: 1 leaves all experts" in problems("{fsdp: {}, expert_parallel: {degree: 1}}", 2)
     assert "llama has none" in problems("{fsdp: {}, expert_parallel: {}}", 2, "llama")
     assert "needs reduced-gradients" in problems("{expert_parallel: {}}", 1)
     assert "degree: 3 does not divide the 4 devices" in problems("{fsdp: {}, expert_parallel: {degree: 3}}", 4)
