@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from preheat.core import MaskSpec
 from preheat.models import hf, moe
 from preheat.models.conversions.modules import Passthrough
 from preheat.models.layer_kinds import layer_kinds
+from preheat.models.shallow_copy import copy_shallow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["ModelProfile", "balance_stages", "cut", "observe"]
 
-M = TypeVar("M", bound=nn.Module)
 LayerOutput = Tensor | tuple[Tensor | None, ...]
 """Result of a layer: hidden states, or a tuple of them and None for each further entry."""
 
@@ -354,24 +354,15 @@ def _move_boundaries(starts: tuple[int, ...], count: int) -> Iterator[tuple[int,
             yield tuple(moved)
 
 
-def _copy_shallow(module: M) -> M:
-    """A shallow copy of a module whose children, parameters and hooks can be replaced without changing the original."""
-    clone = copy.copy(module)
-    clone.__dict__ = {
-        key: copy.copy(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()
-    }
-    return clone
-
-
 def _remove_layers(
     model: PreTrainedModel, course: ModelProfile, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
     """The model with some of its layers and ends; modules that both have are shared."""
-    bare = _copy_shallow(model)
+    bare = copy_shallow(model)
     # From the outside in: a holder must be a copy before one of its children is replaced.
     for name in _ancestor_names(course.layers)[1:]:
         holder, _, key = name.rpartition(".")
-        setattr(bare.get_submodule(holder), key, _copy_shallow(model.get_submodule(name)))
+        setattr(bare.get_submodule(holder), key, copy_shallow(model.get_submodule(name)))
     stack: Any = model.get_submodule(course.layers)
     holder, _, key = course.layers.rpartition(".")
     # Placeholders keep the numbers of the layers, and with them the parameters' names.
@@ -420,7 +411,7 @@ def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], n
     head: Any = hf.head(model)
     # A tied head has nothing to initialize but a bias.
     if hf.embedding(model).weight is head.weight and head.bias is None:
-        full = _copy_shallow(model)
+        full = copy_shallow(model)
         full.set_output_embeddings(None)
     setattr(part, hf.WHOLE, (full,))  # in a tuple: as a child, its parameters would count as this stage's
     return part

@@ -9,7 +9,6 @@ family. Any other mixer gets all positions and computes all of them on each devi
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from preheat.core import SplitAttention
+from preheat.models.shallow_copy import copy_shallow
 
 __all__ = ["count_split_mixers", "HeadSplit", "find_head_split", "mix_heads"]
 
@@ -227,7 +227,7 @@ class _PassedOn(nn.Module):
 
 def _copy_heads(mixer: nn.Module, own: HeadSplit) -> nn.Module:
     """Returns a mixer with the weights of one device's heads: slices of those of the whole mixer, with gradients."""
-    part = _copy_shallow(mixer)
+    part = copy_shallow(mixer)
     # With `training`, fused kernels of Mamba-2 would take the output projection's weight past its module.
     part.training = False
     start = 0
@@ -235,7 +235,7 @@ def _copy_heads(mixer: nn.Module, own: HeadSplit) -> nn.Module:
         stop = start + _count(columns)
         part._modules[name] = _Received(start, stop, own.sizes["intermediate_size"] if own.gate else 0)
         start = stop
-    convolution: Any = _copy_shallow(part.get_submodule(own.convolution))
+    convolution: Any = copy_shallow(part.get_submodule(own.convolution))
     convolution.groups = convolution.in_channels = convolution.out_channels = _count(own.channels)
     for name, value in convolution._parameters.items():
         convolution._parameters[name] = value if value is None else _select(value, own.channels, 0)
@@ -246,14 +246,6 @@ def _copy_heads(mixer: nn.Module, own: HeadSplit) -> nn.Module:
         part._modules["norm"] = _PassedOn()
     part._buffers.pop("mup_vector", None)
     part.__dict__ |= dict(own.sizes) | {"ssm_in_multiplier": 1.0, "mup_vector": 1.0}
-    return part
-
-
-def _copy_shallow(module: nn.Module) -> nn.Module:
-    """Returns a module with the same parameters and children, which can be replaced without changing the original."""
-    part = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        part.__dict__[name] = dict(part.__dict__[name])
     return part
 
 

@@ -103,13 +103,18 @@ class ExpertParallel(Searchable):
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
         devices, degree = _count_devices(sizes), self.expert_degree(sizes)
-        if devices < 2 or degree < 2:
+        if devices < 2:
             return [
-                "shards experts across devices, and there is one; start several with --nproc (or plan with --count) "
-                "and degree: 2 or more"
+                "shards experts across devices, and one splits the batch; start several with --nproc (or plan with "
+                "--count)"
             ]
+        if degree < 2:
+            return [f"degree: {degree} leaves all experts on each device; use 2 or more, or leave expert_parallel out"]
         if devices % degree:
-            return [f"degree: {degree} does not divide the {devices} devices that split the batch; use a divisor of it"]
+            return [
+                f"degree: {degree} does not divide the {devices} devices that split the batch or the sequence; use a "
+                "divisor of it"
+            ]
         if model.experts % degree:
             return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
         rest = devices // degree

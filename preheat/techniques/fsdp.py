@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.errors import RecipeError
 from preheat.recipe import Count
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ def shard_fully(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh
 
     Returns:
         The number of groups.
+
+    Raises:
+        ValueError: a parameter of experts that `expert_parallel` has split cannot be sharded evenly.
 
     Example:
         >>> shard_fully(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
@@ -123,14 +127,17 @@ class FSDP(Searchable):
         # An untied embedding is its own group, so that it is freed while the layers run. With tensor parallel it
         # returns views, which FSDP2 cannot hook.
         apart = [] if shared or build.mesh.size(Axis.TENSOR) > 1 else ends[:1]
-        groups = shard_fully(
-            part,
-            [*apart, *find_anatomy(part).blocks],
-            mesh,
-            reshard=self.reshard_after_forward,
-            gather=torch.bfloat16 if self.gather == "bf16" else None,
-            offload=self.offload,
-        )
+        try:
+            groups = shard_fully(
+                part,
+                [*apart, *find_anatomy(part).blocks],
+                mesh,
+                reshard=self.reshard_after_forward,
+                gather=torch.bfloat16 if self.gather == "bf16" else None,
+                offload=self.offload,
+            )
+        except ValueError as error:  # only of experts that `expert_parallel` has split
+            raise RecipeError(f"techniques.expert_parallel: degree: {error}; use a larger degree") from None
         if self.offload:
             # Weights, gradients and optimizer states then are on the host; only gathered layers are on the device.
             build.storage_device = torch.device("cpu")

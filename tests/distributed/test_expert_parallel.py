@@ -12,6 +12,7 @@ from preheat import recipe as recipes
 from preheat.core import DATA, Device, conflicts_of
 from preheat.engine.builder import build, build_context
 from preheat.engine.step import accumulate_gradients, update
+from preheat.errors import RecipeError
 from preheat.models import hf
 from preheat.models.moe import biases
 from preheat.planning.dry_run import observe
@@ -138,12 +139,39 @@ def test_what_is_refused() -> None:
     assert "does not divide the 2 devices" in problems(
         "{fsdp: {}, expert_parallel: {degree: 4}, tensor_parallel: {degree: 2}}", 4
     )
+    assert "degree: 1 leaves all experts" in problems("{fsdp: {}, expert_parallel: {degree: 1}}", 2)
     assert "llama has none" in problems("{fsdp: {}, expert_parallel: {}}", 2, "llama")
     assert "needs reduced-gradients" in problems("{expert_parallel: {}}", 1)
     assert "degree: 3 does not divide the 4 devices" in problems("{fsdp: {}, expert_parallel: {degree: 3}}", 4)
     assert "degree: 16 does not divide the 8 experts" in problems("{fsdp: {}, expert_parallel: {}}", 16, rows=16)
     assert "do not divide both" in problems("{fsdp: {}, expert_parallel: {degree: 2}}", 6)
     assert "compiled-layers" in problems("{fsdp: {}, expert_parallel: {}, compile: {}}", 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "width", "split", "refused"),
+    [
+        # The second matrix of gate and up, [2 of 4 experts, 2 x width, rank], is split along 2 x width.
+        (2, 32, "tensor_parallel: {degree: 2}, ", True),
+        (4, 32, "tensor_parallel: {degree: 2}, ", False),
+        # The first of down, [2 of 4 experts, rank, width].
+        (3, 6, "", True),
+        (3, 8, "", False),
+    ],
+)
+def test_adapters_of_experts_are_sharded_among_devices_that_divide_them(
+    rank: int, width: int, split: str, refused: bool
+) -> None:
+    techniques = f"{{fsdp: {{}}, expert_parallel: {{degree: 2}}, {split}lora: {{expert_rank: {rank}}}}}"
+    recipe = recipes.override(
+        tiny(techniques, family="qwen3_moe", rows=32), "model.num_experts=4", f"model.intermediate_size={width}"
+    )
+    request = Request(recipe, DEVICE, vocabulary=96, world=16 if split else 8)
+    if not refused:
+        assert observe(request).model_flops > 0
+        return
+    with pytest.raises(RecipeError, match=r"expert_parallel: degree: leaves 4 devices .*; use a larger degree"):
+        observe(request)
 
 
 @pytest.mark.parametrize("mode", ["mode: selective", "mode: budget, budget: 0.5"])

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor, Shard
 
-from preheat.ops.distributed.dtensor_utils import split_dim
+from preheat.ops.distributed.dtensor_utils import local, parts_of, split_dim
 from preheat.ops.memory.host_transfer import to_device
 from preheat.ops.memory.selective_checkpoint import pause_observation
 from preheat.torch_compat import allocate_unsharded, find_fsdp_groups
@@ -83,8 +83,21 @@ def _choose_shard_dim(p: nn.Parameter, ranks: int) -> Shard | None:
 
 
 def _choose_shard_dim_in_stack(p: nn.Parameter, ranks: int) -> Shard:
-    """Returns the first dimension that divides evenly after dimension 0, which expert parallelism has split."""
-    return Shard(next((dim for dim in _unsplit_dims(p) if p.shape[dim] % ranks == 0), _unsplit_dims(p)[0]))
+    """Returns a dimension that divides evenly, after dimension 0, which expert parallelism has split.
+
+    Raises:
+        ValueError: none does. FSDP pads dimension 0 only.
+    """
+    sizes = local(p).shape
+    # A gate and up in one stack: a part of this dimension would have rows of the gate only.
+    packed = {split_dim(place) for place in p.placements if parts_of(place) > 1} if isinstance(p, DTensor) else set()
+    unsplit = _unsplit_dims(p)
+    for dim in (*unsplit, *(dim for dim in range(1, p.ndim) if dim not in unsplit)):
+        if sizes[dim] % ranks == 0 and dim not in packed:
+            return Shard(dim)
+    raise ValueError(
+        f"leaves {ranks} devices to shard each expert's parameters, and these do not divide one of {tuple(sizes[1:])}"
+    )
 
 
 def _unsplit_dims(p: nn.Parameter) -> list[int]:
@@ -132,6 +145,9 @@ def shard_fully(
 
     Returns:
         The number of groups.
+
+    Raises:
+        ValueError: a parameter of a module with OWN_MESH cannot be sharded evenly.
 
     Example:
         >>> shard_fully(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP

@@ -366,8 +366,11 @@ def parallelize(
             # The last dimension of a mesh is the tensor axis; `expert_parallel` may have split experts along another.
             cut = split_dim(p.placements[-1])
             count += cut is not None and (key == "weight" or (p.ndim == 3 and "_lora_" not in key))
-            if cut is not None and p.shape[cut] // parts_of(p.placements[-1]) % degree:
-                raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide by {degree} devices")
+            if cut is not None and (size := p.shape[cut] // parts_of(p.placements[-1])) % degree:
+                raise ValueError(
+                    f"degree: {name}.{key} {tuple(p.shape)} does not divide by {degree} devices; use a degree that "
+                    f"divides {size}"
+                )
     if sequence and embedding is not None:
         embedding.register_forward_pre_hook(functools.partial(_refuse_length, degree))
     # The styles gave embedding and head a parameter each; a tied model has one.

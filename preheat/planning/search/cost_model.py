@@ -357,8 +357,8 @@ def _estimate_communication(
     layers = model.layers / sizes[Axis.PIPELINE]
     # Collectives that pass all weights: one for each layer, and one for the ends.
     groups = layers + 1
-    # The axis along which experts are split.
-    splitting = Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
+    # The axes along which experts are split, as in techniques/expert_parallel.py.
+    splitting = (Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE, Axis.CONTEXT)
 
     def count_copied(size: float) -> float:
         return rates.moving(2 * int(size))  # read and written
@@ -377,11 +377,14 @@ def _estimate_communication(
         devices, stride = find_span(*axes)
         if devices == 1:
             return 0.0
-        if degree == 1 or splitting not in axes:
+        if degree == 1 or not {*splitting} & {*axes}:
             return groups * time_between(kind, size / groups, devices, stride)
+        rest = groups * time_between(kind, size * (1 - expert_share) / groups, devices, stride)
+        if Axis.CONTEXT not in axes:
+            return rest  # replicas of FSDP that split the experts too, whose gradients are reduced with the shards
         # The devices that split the experts are neighbours; devices with the same experts are that far apart.
-        alike = time_between(kind, size * expert_share / groups, devices // degree, stride * degree)
-        return groups * (time_between(kind, size * (1 - expert_share) / groups, devices, stride) + alike)
+        alike = find_span(*splitting)[0] // degree
+        return rest + groups * time_between(kind, size * expert_share / groups, alike, stride * degree)
 
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
@@ -396,7 +399,7 @@ def _estimate_communication(
         # Each token goes to the devices of its experts, and back; recomputation sends it once more.
         times, routed = 6 if Tag.RECOMPUTATION in tags else 4, hidden * model.experts_per_token
         times += 2 if counted else 0
-        exchange = time_between("all_to_all_single", routed, degree, find_span(splitting)[1])
+        exchange = time_between("all_to_all_single", routed, degree, find_span(*splitting)[1])
         waiting += micros * model.expert_layers * times * exchange
     reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
     # Gradients of later micro-batches are added to those of earlier ones: two are read, one is written.
@@ -414,7 +417,8 @@ def _estimate_communication(
         overlapped = gathers * time_once("all_gather_into_tensor", gathered, *shards)
         overlapped += reductions * time_once("reduce_scatter_tensor", trained, *shards)
         # A device's shard of all gradients: that of the experts is of as many devices, those that split them included.
-        shard = trained * (1 + expert_share * (degree - 1)) / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
+        more = expert_share * (degree - 1) if Axis.SHARD in splitting else 0.0
+        shard = trained * (1 + more) / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
         overlapped += reductions * time_once("all_reduce", shard, Axis.REPLICATE)
     else:
         replicas = (Axis.REPLICATE, Axis.CONTEXT)

@@ -420,6 +420,21 @@ def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
         assert c.guess.seconds == pytest.approx(planned.seconds_per_step, rel=0.15), text
 
 
+@pytest.mark.parametrize("weights", ["data_parallel: {}", "fsdp: {replicate: 2}"])
+def test_more_devices_may_split_experts_than_split_the_batch(weights: str) -> None:
+    """Those of a sequence do, too: 8 of 8 split the experts, and 2 the batch."""
+    recipe = parse(
+        "model: {family: qwen3_moe, num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 96, num_experts: 8}\n"
+        "batch: {size: 8, seq_len: 512}\nstop: {max_steps: 1}\ntechniques: {efficient_attention: {}}"
+    )
+    rates = Roofline.of("H100")
+    one = _Search(Space(Request(recipe, rates.as_device, world=8, rates=rates)), "fastest", 1, lambda message: None)
+    kinds = [Combination((), observe_layer(one.space.to_single_device(())), frozenset())]
+    candidates = candidates_with(one, f"{{{weights}, context_parallel: {{degree: 4}}, expert_parallel: {{}}}}", kinds)
+    assert candidates
+    assert all(0 < c.guess.seconds < 1 for c in candidates)
+
+
 def test_a_slow_clock_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = found(small(), 650)
     for name in ("process_time", "perf_counter"):
