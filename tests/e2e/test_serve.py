@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.server
 import importlib.util
 import shutil
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
-from preheat.inference.serving import build_command
+from preheat.errors import RunError
+from preheat.inference.serving import ask, build_command
 
 from .conftest import Command
 
@@ -52,6 +55,46 @@ def test_what_cannot_be_served_is_one_line(preheat: Command) -> None:
     ):
         error = preheat.here(*arguments, code=2)[1]
         assert error.strip() == f"error: {message}"
+
+
+def test_options_that_a_server_cannot_follow_are_refused(preheat: Command, data_folder: Path) -> None:
+    shutil.copytree(data_folder / "stories260K-hf", preheat.folder / "stories", dirs_exist_ok=True)
+    stories = ("serve", "stories", "--engine", "transformers", "--dry-run")
+    for arguments, message in (
+        ((*stories, "--length", "64"), "--length 64: transformers' server has no limit; leave it out, or use"),
+        ((*stories, "--base", "x"), "--base x: stories is served as it is; leave it out, or name a run"),
+    ):
+        assert message in preheat.here(*arguments, code=2)[1]
+    assert "nosuch: is neither a run" in preheat.here("serve", "nosuch", "--engine", "llama.cpp", code=1)[1]
+    assert not (preheat.folder / "nosuch").exists()
+
+
+def test_a_server_is_asked_without_the_proxy_and_may_end_within_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            lines = [b'data: {"choices": [{"text": "Hi"}]}\n\n']
+            lines += [b'data: {"choices": [{"finish_reason": "length"}]}\n\n'] if self.path == "/v1/completions" else []
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for line in lines:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+            self.wfile.write(b"" if self.path.startswith("/cut") else b"0\r\n\r\n")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{find_free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert ask(url, "m", "", tokens=2, chat=False).text == "Hi"
+        for path in ("/cut", "/incomplete"):
+            with pytest.raises(RunError, match="the server (does not answer|ended within)"):
+                ask(f"{url}{path}", "m", "", tokens=2, chat=False)
+        server.shutdown()
 
 
 def test_vllm_is_given_the_export_and_the_address() -> None:
