@@ -68,6 +68,7 @@ def serve(
     """
     import shlex
 
+    from preheat import remote_code
     from preheat.cli.views.console import emit
     from preheat.engine.checkpoint import at_checkpoint
     from preheat.errors import RecipeError, RunError
@@ -82,14 +83,16 @@ def serve(
         )
     source = at_checkpoint(Path(find_local_folder(run)), checkpoint)
     model = _export(source, chosen, dtype, base)
-    recipe = _read_recipe(model if model.is_dir() else source)
+    recipe = _read_recipe(model if model.is_dir() else source, base)
     positions = _count_positions(recipe)
     if positions and length is not None and length > positions:
         raise RecipeError(f"--length {length}: is longer than the model's {positions} positions; use fewer")
     if length is None:
         length = min(positions or _LENGTH, _LENGTH)
     name = source.resolve().name
-    command = serving.build_command(chosen, model, name=name, host=host, port=port, length=length)
+    command = serving.build_command(
+        chosen, model, name=name, host=host, port=port, length=length, trusted=remote_code.is_allowed()
+    )
     predicted = _predict(recipe, model, length, prompt)
     # Servers on all addresses are asked at this machine's own.
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -211,8 +214,8 @@ def _read_stamp(out: Path) -> object:
         return None
 
 
-def _read_recipe(source: Path) -> Recipe:
-    """Returns a recipe of the served model: of its run, or of its folder."""
+def _read_recipe(source: Path, base: str | None) -> Recipe:
+    """Returns a recipe of the served model: of its run, of its folder, or of an adapter's base."""
     from preheat import recipe as recipes
     from preheat.compress.atomic_folder import choose_home
     from preheat.recipe import Model, Recipe
@@ -221,6 +224,10 @@ def _read_recipe(source: Path) -> Recipe:
     home, _ = choose_home(source)
     if (home / "recipe.yaml").is_file():
         return recipes.parse(Reader(home).recipe_text, where=str(home / "recipe.yaml"))
+    if (source / "adapter_config.json").is_file():
+        from preheat.ops.adapters.peft_io import read_folder
+
+        return Recipe(model=Model(path=base or read_folder(source, "adapter").base))
     return Recipe(model=Model(path=str(source)))
 
 

@@ -95,13 +95,16 @@ def _find_missing(engine: Engine) -> list[str]:
     return [name for name in _NEEDS[engine] if importlib.util.find_spec(name) is None]
 
 
-def build_command(engine: Engine, model: Path, *, name: str, host: str, port: int, length: int) -> list[str]:
+def build_command(
+    engine: Engine, model: Path, *, name: str, host: str, port: int, length: int, trusted: bool = False
+) -> list[str]:
     """Returns the command that starts a server.
 
     Args:
         model: the exported file (llama.cpp) or folder.
         name: of the model in requests and answers.
         length: tokens of a sequence, prompt and answer together.
+        trusted: True if the server may run the code of the model's folder, which transformers' cannot.
 
     Example:
         >>> build_command("vllm", Path("export-hf"), name="mine", host="127.0.0.1", port=8000, length=2048)[:3]
@@ -122,7 +125,7 @@ def build_command(engine: Engine, model: Path, *, name: str, host: str, port: in
         start = "from transformers.cli.transformers import app; app()"
         return [sys.executable, "-c", start, "serve", str(model), "--host", host, "--port", str(port)]
     options = ["--host", host, "--port", str(port), "--served-model-name", name, "--max-model-len", str(length)]
-    return ["vllm", "serve", str(model), *options]
+    return ["vllm", "serve", str(model), *options, *(["--trust-remote-code"] if trusted else [])]
 
 
 @contextmanager

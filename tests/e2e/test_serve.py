@@ -8,8 +8,11 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
+import transformers
 
 from preheat.errors import RunError
 from preheat.inference.serving import ask, build_command
@@ -69,6 +72,18 @@ def test_options_that_a_server_cannot_follow_are_refused(preheat: Command, data_
     assert not (preheat.folder / "nosuch").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_is_served_by_its_base(preheat: Command, data_folder: Path) -> None:
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("xllamacpp is not installed")
+    base = transformers.AutoModelForCausalLM.from_pretrained(data_folder / "stories260K-hf")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(preheat.folder / "adapter")
+    served = preheat.json("serve", "adapter", "--engine", "llama.cpp", "--dry-run")
+    assert served["model"].endswith("adapter-f16.gguf")
+    assert served["predicted"]["cache_gib"] > 0
+
+
 def test_a_server_is_asked_without_the_proxy_and_may_end_within_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -92,14 +107,17 @@ def test_a_server_is_asked_without_the_proxy_and_may_end_within_an_answer(monkey
         url = f"http://127.0.0.1:{server.server_port}"
         assert ask(url, "m", "", tokens=2, chat=False).text == "Hi"
         for path in ("/cut", "/incomplete"):
-            with pytest.raises(RunError, match="the server (does not answer|ended within)"):
+            with pytest.raises(RunError, match=r"the server (does not answer|ended within)"):
                 ask(f"{url}{path}", "m", "", tokens=2, chat=False)
         server.shutdown()
 
 
 def test_vllm_is_given_the_export_and_the_address() -> None:
-    command = build_command("vllm", Path("x/serving/hf"), name="mine", host="127.0.0.1", port=9000, length=2048)
+    options: dict[str, Any] = {"name": "mine", "host": "127.0.0.1", "port": 9000, "length": 2048}
+    command = build_command("vllm", Path("x/serving/hf"), **options)
     assert command == [
         *("vllm", "serve", "x/serving/hf", "--host", "127.0.0.1", "--port", "9000"),
         *("--served-model-name", "mine", "--max-model-len", "2048"),
     ]
+    # Only the caller's consent lets the server run the code of a folder.
+    assert build_command("vllm", Path("x/serving/hf"), **options, trusted=True) == [*command, "--trust-remote-code"]
