@@ -21,6 +21,8 @@ __all__ = ["serve"]
 _PROMPT = "Hello"
 _TOKENS = 32
 """The request with which a server is measured."""
+_LENGTH = 4096
+"""Default of `--length` for models with more positions: their whole cache may not fit."""
 
 
 def serve(
@@ -38,7 +40,11 @@ def serve(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", min=2, help="Tokens of prompt and answer; default: the model's, up to 4,096."),
+        typer.Option(
+            "--length",
+            min=2,
+            help="Tokens of prompt and answer; default: the model's, up to 4,096. transformers' server has no limit.",
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; another than 127.0.0.1 is open to the network.")
@@ -62,28 +68,41 @@ def serve(
     """
     import shlex
 
+    from preheat import remote_code
     from preheat.cli.views.console import emit
     from preheat.engine.checkpoint import at_checkpoint
-    from preheat.errors import RunError
+    from preheat.errors import RecipeError, RunError
     from preheat.hardware.probe import probe
     from preheat.inference import serving
     from preheat.sanitize import shorten
 
     chosen = serving.choose_engine(engine, probe().kind)
+    if length is not None and chosen == "transformers":
+        raise RecipeError(
+            f"--length {length}: transformers' server has no limit; leave it out, or use --engine llama.cpp"
+        )
     source = at_checkpoint(Path(find_local_folder(run)), checkpoint)
     model = _export(source, chosen, dtype, base)
-    recipe = _read_recipe(model if model.is_dir() else source)
+    recipe = _read_recipe(model if model.is_dir() else source, base)
     positions = _count_positions(recipe)
-    cut = min(length or min(positions or 4096, 4096), positions or 1 << 30)
+    if positions and length is not None and length > positions:
+        raise RecipeError(f"--length {length}: is longer than the model's {positions} positions; use fewer")
+    if length is None:
+        length = min(positions or _LENGTH, _LENGTH)
     name = source.resolve().name
-    command = serving.build_command(chosen, model, name=name, host=host, port=port, length=cut)
-    predicted = _predict(recipe, model, cut, prompt)
+    command = serving.build_command(
+        chosen, model, name=name, host=host, port=port, length=length, trusted=remote_code.is_allowed()
+    )
+    predicted = _predict(recipe, model, length, prompt)
+    # Servers on all addresses are asked at this machine's own.
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
     result: JsonObject = {
         "engine": chosen,
         "model": str(model),
         "name": name,
-        "url": f"http://{host}:{port}",
-        "length": cut,
+        "url": url,
+        "length": length,
         "command": command,
         "predicted": predicted,
     }
@@ -93,7 +112,7 @@ def serve(
     if dry_run:
         emit(result) if json else say(shlex.join(command))
         return
-    if _is_taken(host, port):
+    if _is_taken(address, host, port):
         raise RunError(f"--port {port}: another program listens there; use another --port")
     if not _is_loopback(host):
         say(
@@ -101,7 +120,6 @@ def serve(
             error=True,
         )
     chat = _has_template(model)
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     with serving.running_server(command, url, _log_file(model)) as process:
         # The name in transformers' answers is the path that it serves.
         asked_name = str(model) if chosen == "transformers" else name
@@ -155,8 +173,9 @@ def _export(source: Path, engine: Engine, dtype: str | None, base: str | None) -
     form = FORMATS[engine]
     is_folder = (source / "config.json").is_file() and not (source / "recipe.yaml").is_file()
     if is_folder and form == "hf":
-        if dtype is not None:
-            raise RecipeError(f"--dtype {dtype}: {source} is served as it is; leave it out, or name a run")
+        for key, value in (("--dtype", dtype), ("--base", base)):
+            if value is not None:
+                raise RecipeError(f"{key} {value}: {source} is served as it is; leave it out, or name a run")
         return source
     home, step = choose_home(source)
     out = home / "serving" / f"{form}{'' if dtype is None else f'-{dtype}'}{step}"
@@ -164,7 +183,6 @@ def _export(source: Path, engine: Engine, dtype: str | None, base: str | None) -
     if _read_stamp(out) != stamp:
         # Of another checkpoint, or of an export that was interrupted.
         shutil.rmtree(out, ignore_errors=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
         print_progress(f"exporting to {out}")
         disable_progress_bar()  # transformers shows a bar for each file
         registry.write(form, source, out, dtype=dtype, base=base)
@@ -196,8 +214,8 @@ def _read_stamp(out: Path) -> object:
         return None
 
 
-def _read_recipe(source: Path) -> Recipe:
-    """Returns a recipe of the served model: of its run, or of its folder."""
+def _read_recipe(source: Path, base: str | None) -> Recipe:
+    """Returns a recipe of the served model: of its run, of its folder, or of an adapter's base."""
     from preheat import recipe as recipes
     from preheat.compress.atomic_folder import choose_home
     from preheat.recipe import Model, Recipe
@@ -206,6 +224,10 @@ def _read_recipe(source: Path) -> Recipe:
     home, _ = choose_home(source)
     if (home / "recipe.yaml").is_file():
         return recipes.parse(Reader(home).recipe_text, where=str(home / "recipe.yaml"))
+    if (source / "adapter_config.json").is_file():
+        from preheat.ops.adapters.peft_io import read_folder
+
+        return Recipe(model=Model(path=base or read_folder(source, "adapter").base))
     return Recipe(model=Model(path=str(source)))
 
 
@@ -270,15 +292,22 @@ def _has_template(model: Path) -> bool:
     if (model / "chat_template.jinja").is_file():
         return True
     settings = model / "tokenizer_config.json"
-    return settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    return settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
 
 
-def _is_taken(host: str, port: int) -> bool:
+def _is_taken(address: str, host: str, port: int) -> bool:
+    """Returns True if a program listens at the address of `--host`."""
     import socket
 
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1" if host == "0.0.0.0" else host, port)) == 0
+    from preheat.errors import RecipeError
+
+    try:
+        with socket.create_connection((address, port), timeout=1):
+            return True
+    except socket.gaierror as error:
+        raise RecipeError(f"--host {host}: {error.strerror}; use an address of this machine") from None
+    except OSError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import subprocess
@@ -36,6 +37,9 @@ _INSTALL: Mapping[Engine, str] = {
 }
 _START = 300.0
 """Seconds within which a server must answer: large models load for minutes."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the proxy of the environment: the servers run on this machine."""
+_FAULTS = (OSError, http.client.HTTPException)  # URLError is an OSError; a server that ends within an answer is not
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,16 @@ def _find_missing(engine: Engine) -> list[str]:
     return [name for name in _NEEDS[engine] if importlib.util.find_spec(name) is None]
 
 
-def build_command(engine: Engine, model: Path, *, name: str, host: str, port: int, length: int) -> list[str]:
+def build_command(
+    engine: Engine, model: Path, *, name: str, host: str, port: int, length: int, trusted: bool = False
+) -> list[str]:
     """Returns the command that starts a server.
 
     Args:
         model: the exported file (llama.cpp) or folder.
         name: of the model in requests and answers.
         length: tokens of a sequence, prompt and answer together.
+        trusted: True if the server may run the code of the model's folder, which transformers' cannot.
 
     Example:
         >>> build_command("vllm", Path("export-hf"), name="mine", host="127.0.0.1", port=8000, length=2048)[:3]
@@ -118,7 +125,7 @@ def build_command(engine: Engine, model: Path, *, name: str, host: str, port: in
         start = "from transformers.cli.transformers import app; app()"
         return [sys.executable, "-c", start, "serve", str(model), "--host", host, "--port", str(port)]
     options = ["--host", host, "--port", str(port), "--served-model-name", name, "--max-model-len", str(length)]
-    return ["vllm", "serve", str(model), *options]
+    return ["vllm", "serve", str(model), *options, *(["--trust-remote-code"] if trusted else [])]
 
 
 @contextmanager
@@ -132,8 +139,11 @@ def running_server(command: Sequence[str], url: str, log: Path) -> Iterator[subp
     Raises:
         RunError: it ended, or did not answer in time; the message has the last line of its log.
     """
-    with log.open("wb") as output:
-        process = subprocess.Popen(tie_to_parent(command), stdout=output, stderr=subprocess.STDOUT)
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(tie_to_parent(command), stdout=output, stderr=subprocess.STDOUT)
+    except OSError as error:
+        raise RunError(f"{error.filename}: {error.strerror}; the server's log is written there") from None
     try:
         until = time.monotonic() + _START
         while not _is_ready(url):
@@ -156,9 +166,9 @@ def running_server(command: Sequence[str], url: str, log: Path) -> Iterator[subp
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+        with _OPENER.open(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except _FAULTS:
         return False
 
 
@@ -170,7 +180,7 @@ def ask(url: str, model: str, prompt: str, *, tokens: int, chat: bool) -> Reply:
         prompt: a text to continue, or with `chat` the user's message.
 
     Raises:
-        RunError: the server refuses, or its answer is no stream of an OpenAI-style API.
+        RunError: the server refuses or ends, or its answer is no stream of an OpenAI-style API.
     """
     body: dict[str, object] = {"model": model, "max_tokens": tokens, "temperature": 0, "stream": True}
     body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
@@ -179,9 +189,9 @@ def ask(url: str, model: str, prompt: str, *, tokens: int, chat: bool) -> Reply:
     request = urllib.request.Request(
         f"{url}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    begun, first, parts, counted = time.perf_counter(), 0.0, list[str](), None
+    begun, first, parts, counted, is_complete = time.perf_counter(), 0.0, list[str](), None, False
     try:
-        with urllib.request.urlopen(request, timeout=_START) as response:
+        with _OPENER.open(request, timeout=_START) as response:
             for line in response:
                 data = line.decode("utf-8").strip().removeprefix("data:").strip()
                 if not line.startswith(b"data:") or data == "[DONE]":
@@ -189,6 +199,7 @@ def ask(url: str, model: str, prompt: str, *, tokens: int, chat: bool) -> Reply:
                 event = json.loads(data)
                 counted = (event.get("usage") or {}).get("completion_tokens", counted)
                 for choice in event.get("choices") or ():
+                    is_complete |= choice.get("finish_reason") is not None
                     text = (choice.get("delta") or {}).get("content") if chat else choice.get("text")
                     if text:
                         first = first or time.perf_counter() - begun
@@ -196,7 +207,9 @@ def ask(url: str, model: str, prompt: str, *, tokens: int, chat: bool) -> Reply:
     except urllib.error.HTTPError as error:
         detail = error.read(300).decode("utf-8", errors="replace")
         raise RunError(f"the server refuses a request ({error.code}): {detail}") from None
-    except (urllib.error.URLError, OSError, json.JSONDecodeError) as error:
+    except (*_FAULTS, json.JSONDecodeError) as error:
         raise RunError(f"the server does not answer a request: {error}") from None
+    if not is_complete:  # transformers' server sends no [DONE]
+        raise RunError("the server ended within an answer")
     total = time.perf_counter() - begun
     return Reply("".join(parts), first or total, total, counted)

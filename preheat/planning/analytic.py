@@ -196,7 +196,7 @@ def estimate_serving(
     """
     text = model.config.get_text_config()
     heads = max_over_layers(text, "num_key_value_heads") or max_over_layers(text, "num_attention_heads") or devices
-    apart = min(devices, heads)
+    apart = heads / math.ceil(heads / devices)  # whole heads: with 8 heads, one of 3 devices has 3
     size, scale = CACHES[kept]
     servings = []
     for name, bytes in _FORMATS.items():
@@ -228,9 +228,10 @@ def estimate_serving(
 
 
 def _count_serving_devices(weights: float, cache: float, heads: int, room: float) -> int | None:
-    """Returns the fewest devices with `room` bytes for the weights and a cache that is split over `heads` at most."""
-    if (split := math.ceil((weights + cache) / room)) <= heads:
-        return split
+    """Returns the fewest devices with `room` bytes for the weights and the cache, of which each has whole heads."""
+    for devices in range(1, heads + 1):
+        if weights / devices + cache * math.ceil(heads / devices) / heads <= room:
+            return devices
     # More devices than heads: each has the cache of one head, and a smaller share of the weights.
     left = room - cache / heads
     return math.ceil(weights / left) if left > 0 else None

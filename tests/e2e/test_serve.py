@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import http.server
 import importlib.util
 import shutil
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
+import transformers
 
-from preheat.inference.serving import build_command
+from preheat.errors import RunError
+from preheat.inference.serving import ask, build_command
 
 from .conftest import Command
 
@@ -54,9 +60,64 @@ def test_what_cannot_be_served_is_one_line(preheat: Command) -> None:
         assert error.strip() == f"error: {message}"
 
 
+def test_options_that_a_server_cannot_follow_are_refused(preheat: Command, data_folder: Path) -> None:
+    shutil.copytree(data_folder / "stories260K-hf", preheat.folder / "stories", dirs_exist_ok=True)
+    stories = ("serve", "stories", "--engine", "transformers", "--dry-run")
+    for arguments, message in (
+        ((*stories, "--length", "64"), "--length 64: transformers' server has no limit; leave it out, or use"),
+        ((*stories, "--base", "x"), "--base x: stories is served as it is; leave it out, or name a run"),
+    ):
+        assert message in preheat.here(*arguments, code=2)[1]
+    assert "nosuch: is neither a run" in preheat.here("serve", "nosuch", "--engine", "llama.cpp", code=1)[1]
+    assert not (preheat.folder / "nosuch").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_is_served_by_its_base(preheat: Command, data_folder: Path) -> None:
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("xllamacpp is not installed")
+    base = transformers.AutoModelForCausalLM.from_pretrained(data_folder / "stories260K-hf")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(preheat.folder / "adapter")
+    served = preheat.json("serve", "adapter", "--engine", "llama.cpp", "--dry-run")
+    assert served["model"].endswith("adapter-f16.gguf")
+    assert served["predicted"]["cache_gib"] > 0
+
+
+def test_a_server_is_asked_without_the_proxy_and_may_end_within_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            lines = [b'data: {"choices": [{"text": "Hi"}]}\n\n']
+            lines += [b'data: {"choices": [{"finish_reason": "length"}]}\n\n'] if self.path == "/v1/completions" else []
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for line in lines:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+            self.wfile.write(b"" if self.path.startswith("/cut") else b"0\r\n\r\n")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{find_free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert ask(url, "m", "", tokens=2, chat=False).text == "Hi"
+        for path in ("/cut", "/incomplete"):
+            with pytest.raises(RunError, match=r"the server (does not answer|ended within)"):
+                ask(f"{url}{path}", "m", "", tokens=2, chat=False)
+        server.shutdown()
+
+
 def test_vllm_is_given_the_export_and_the_address() -> None:
-    command = build_command("vllm", Path("x/serving/hf"), name="mine", host="127.0.0.1", port=9000, length=2048)
+    options: dict[str, Any] = {"name": "mine", "host": "127.0.0.1", "port": 9000, "length": 2048}
+    command = build_command("vllm", Path("x/serving/hf"), **options)
     assert command == [
         *("vllm", "serve", "x/serving/hf", "--host", "127.0.0.1", "--port", "9000"),
         *("--served-model-name", "mine", "--max-model-len", "2048"),
     ]
+    # Only the caller's consent lets the server run the code of a folder.
+    assert build_command("vllm", Path("x/serving/hf"), **options, trusted=True) == [*command, "--trust-remote-code"]

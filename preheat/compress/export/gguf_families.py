@@ -225,7 +225,7 @@ def _refuse_other_period(config: PretrainedConfig, family: str, period: int) -> 
     """Yields a reason if windows are not in all layers but each `period`-th."""
     kinds = _get_layer_types(config)
     if any((kind == "sliding_attention") == ((n + 1) % period == 0) for n, kind in enumerate(kinds)):
-        yield f"llama.cpp's {family} has full attention in each {period}th layer, and this model in others"
+        yield f"llama.cpp's {family} has full attention in layers {period}, {2 * period}, ..., and this model in others"
 
 
 def _refuse_other_norm(config: PretrainedConfig, family: str, *, normalized: bool) -> Iterator[str]:
@@ -387,7 +387,7 @@ def _build_delta_net_keys(config: PretrainedConfig) -> Keys:
 def _refuse_delta_net(config: PretrainedConfig) -> Iterator[str]:
     interval = _find_interval(config)
     if any((kind == "full_attention") != ((n + 1) % interval == 0) for n, kind in enumerate(_get_layer_types(config))):
-        yield f"llama.cpp has full attention in each {interval}th layer, and this model in others"
+        yield f"llama.cpp has full attention in layers {interval}, {2 * interval}, ..., and this model in others"
     if config.linear_key_head_dim != config.linear_value_head_dim:
         yield (
             "llama.cpp's delta net has keys and values of one head size, and this model "
@@ -606,7 +606,7 @@ def _build_window_keys(config: PretrainedConfig) -> Keys:
 
 def _refuse_smollm3(config: PretrainedConfig) -> Iterator[str]:
     if any(bool(rotated) != ((n + 1) % 4 != 0) for n, rotated in enumerate(config.no_rope_layers)):
-        yield "llama.cpp's smollm3 rotates all but each 4th layer, and this model others (no_rope_layers)"
+        yield "llama.cpp's smollm3 rotates all layers but 4, 8, ..., and this model others (no_rope_layers)"
 
 
 def _build_granite_keys(config: PretrainedConfig) -> Keys:

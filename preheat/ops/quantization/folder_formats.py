@@ -97,7 +97,7 @@ class LayerFormat:
             read: a tensor of the layer by the last part of its name; None if the files do not have it.
 
         Raises:
-            ValueError: one is missing, or has another shape or dtype than the configuration says.
+            ValueError: one is missing, or has another dtype or order than the configuration says.
         """
         from preheat.ops.quantization.stored import Tensors
 
@@ -106,20 +106,22 @@ class LayerFormat:
             next((t for key in self.scale_keys if (t := read(key)) is not None), None), self.scale_keys[0]
         )
         zeros = _require(read(self.zeros_key), self.zeros_key) if self.has_zeros else None
-        order = read(self.order_key) if self.layout in ("gptq", "words") else None
+        order = read(self.order_key)
         form = self.form(shape, scales.dtype)
         unpack = {"gptq": _from_gptq, "awq": _from_awq, "words": _from_words}.get(self.layout, _from_elements)
         tensors = unpack(self, form, codes, _to_float(scales), zeros)
         return Tensors(*tensors, self._read_order(order, form))
 
     def dequantize(self, read: Callable[[str], Tensor | None], shape: tuple[int, int]) -> Tensor:
-        """Returns the weight of a layer in fp32; arguments and errors as of `convert`."""
+        """Returns the weight of a layer in fp32; arguments and errors as of `convert` and `require_shapes`."""
         import torch
 
-        from preheat.ops.quantization.stored import dequantize
+        from preheat.ops.quantization.stored import dequantize, require_shapes
 
         tensors = self.convert(read, shape)
-        return dequantize(tensors, self.form(shape, tensors.scales.dtype), torch.float32)
+        form = self.form(shape, tensors.scales.dtype)
+        require_shapes(tensors, form)
+        return dequantize(tensors, form, torch.float32)
 
     def with_scales_in(self, dtype: str) -> LayerFormat:
         """Returns the same format with another dtype of the scales, by its name in torch."""
@@ -133,7 +135,8 @@ class LayerFormat:
         plain = torch.arange(form.shape[1], dtype=torch.int32) // form.columns
         if not self.has_order:
             if order is not None and not torch.equal(order.to(torch.int32), plain):
-                raise ValueError(f"{self.order_key} reorders the inputs, which desc_act: false excludes")
+                setting = "desc_act" if self.layout == "gptq" else "actorder"
+                raise ValueError(f"{self.order_key} reorders the inputs, and {setting} says that they are in order")
             return None
         return plain if order is None else order.to(torch.int32)
 
@@ -193,6 +196,8 @@ def _from_words(
     from preheat.ops.quantization.stored import unpack_codes
 
     outputs, inputs = form.shape
+    if codes.shape[-1] != (words := -(-inputs * form.bits // 32)):
+        raise ValueError(f"weight_packed has {codes.shape[-1]} words per row instead of {words}")
     packed = _to_bytes(codes)[:, : -(-inputs * form.bits // 8)]
     zero = None if zeros is None else unpack_codes(_to_bytes(zeros.t()), form.bits, outputs).t()
     return packed, _to_blocks(scales, form), zero
@@ -315,9 +320,14 @@ def _is_named(name: str, names: Sequence[str]) -> bool:
     return any(name == part or f".{part}." in f".{name}." for part in names)
 
 
+def _find_key(stored: JsonObject, older: str) -> str:
+    """Returns the key of the layout: the older name, which transformers prefers, or `format`."""
+    return older if stored.get(older) is not None or "format" not in stored else "format"
+
+
 def _read_gptq(stored: JsonObject) -> QuantizedFolder:
     bits, group = _choose(stored, "bits", (2, 4, 8)), _read_group(stored)
-    kind = _choose(stored, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    kind = _choose(stored, _find_key(stored, "checkpoint_format"), ("gptq", "gptq_v2"), "gptq")
     if stored.get("is_marlin_format"):
         raise _UnsupportedError("is_marlin_format", True, "its words are in the order of a kernel")
     rules = stored.get("dynamic") or {}
@@ -339,7 +349,7 @@ def _read_gptq(stored: JsonObject) -> QuantizedFolder:
 
 def _read_awq(stored: JsonObject) -> QuantizedFolder:
     bits, group = _choose(stored, "bits", (4,)), _read_group(stored)
-    _choose(stored, "version", ("gemm",), "gemm")
+    _choose(stored, _find_key(stored, "version"), ("gemm",), "gemm")
     layer = LayerFormat("awq", bits, columns=group, has_zeros=True)
     names = _read_names(stored, "modules_to_not_convert")
     return QuantizedFolder("awq", _describe(bits, group), lambda name: None if _is_named(name, names) else layer)
@@ -442,7 +452,8 @@ def _read_scheme(layout: object, weights: JsonObject, where: str) -> tuple[Layer
         rows, columns = _read_block(weights.get("block_structure"), within)
     if not symmetric and (kind == "float" or rows != 1):
         raise _UnsupportedError(f"{within}symmetric", False, "preheat reads zero points of integers in rows and groups")
-    ordered = weights.get("actorder") == "group"
+    # Names of compressed-tensors for an index; "weight" and "static" store the inputs in order.
+    ordered = weights.get("actorder") in ("group", "dynamic", True)
     layer = LayerFormat(
         _LAYOUTS[layout][kind],
         bits,

@@ -20,7 +20,17 @@ from preheat.ops.quantization.packed import FrozenPackedMap
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
-__all__ = ["Form", "StoredLinear", "Tensors", "dequantize", "has_stored_layers", "pack_codes", "pack_", "unpack_codes"]
+__all__ = [
+    "Form",
+    "StoredLinear",
+    "Tensors",
+    "dequantize",
+    "has_stored_layers",
+    "pack_",
+    "pack_codes",
+    "require_shapes",
+    "unpack_codes",
+]
 
 _CHUNK = 1 << 22  # weights per iteration, which bounds the scratch memory
 
@@ -51,6 +61,11 @@ class Form(NamedTuple):
     def blocks(self) -> tuple[int, int]:
         """The shape of the scales."""
         return -(-self.shape[0] // self.rows), -(-self.shape[1] // self.columns)
+
+    @property
+    def codes_shape(self) -> tuple[int, int]:
+        """The shape of the bytes of the codes."""
+        return self.shape[0], -(-self.shape[1] * self.bits // 8)
 
 
 class Tensors(NamedTuple):
@@ -99,6 +114,21 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
+def require_shapes(tensors: Tensors, form: Form) -> None:
+    """Raises ValueError if a tensor of a packed weight is missing, superfluous or of another shape."""
+    expected = (
+        form.codes_shape,
+        form.blocks,
+        form.blocks if form.has_zeros else None,
+        (form.shape[1],) if form.has_order else None,
+    )
+    for name, value, shape in zip(Tensors._fields, tensors, expected, strict=True):
+        if (value is None) != (shape is None):
+            raise ValueError(f"{name} {'is missing' if value is None else 'is superfluous'}")
+        if value is not None and value.shape != shape:
+            raise ValueError(f"{name} {tuple(value.shape)} for {shape}")
+
+
 def dequantize(tensors: Tensors, form: Form, dtype: torch.dtype) -> Tensor:
     """Dequantizes a weight to [out, in]; multiplies in fp32 and rounds once to `dtype`."""
     return _dequantize_values(
@@ -124,16 +154,14 @@ def _dequantize_values(
     outputs, floats = codes.shape[0], scales.view(scale_dtype)
     out = torch.empty(outputs, inputs, dtype=dtype, device=codes.device)
     is_even = order is None and inputs % columns == 0  # then a view has the inputs of a scale in a dimension
-    step = max(_CHUNK // inputs // rows, 1) * rows  # whole row blocks
+    step = max(_CHUNK // inputs, 1)
     for start in range(0, outputs, step):
         part = slice(start, min(start + step, outputs))
-        block = slice(start // rows, -(-part.stop // rows))
+        row_blocks = torch.arange(part.start, part.stop, device=codes.device) // rows
 
-        def spread(value: Tensor, block: slice = block, part: slice = part) -> Tensor:
+        def spread(value: Tensor, part: slice = part, row_blocks: Tensor = row_blocks) -> Tensor:
             """Returns the value of each weight's block in fp32: [rows, blocks, 1], or [rows, in]."""
-            value = value[block].float()
-            if rows > 1:
-                value = value.repeat_interleave(rows, 0)[: part.stop - part.start]
+            value = (value[part] if rows == 1 else value.index_select(0, row_blocks)).float()
             if is_even:
                 return value.unsqueeze(-1)
             if order is not None:
@@ -222,18 +250,12 @@ class StoredLinear(FrozenPackedMap, nn.Linear):  # type: ignore[misc,override]
         """
         if tensors.scales.dtype != self.packed_form.scale_dtype:
             raise ValueError(f"scales in {tensors.scales.dtype} for {self.packed_form.scale_dtype}")
+        require_shapes(tensors, self.packed_form)
         bits = tensors._replace(scales=tensors.scales.clone(memory_format=torch.contiguous_format).view(torch.uint8))
         with torch.no_grad():
-            for name, old, value in zip(self.packed_names, self._tensors(), bits, strict=True):
-                if (old is None) != (value is None):
-                    raise ValueError(f"{name.removeprefix('packed_')} {'lacks' if value is None else 'unexpected'}")
-                if old is None or value is None:
-                    continue
-                if old.shape != value.shape:
-                    raise ValueError(
-                        f"{name.removeprefix('packed_')} {tuple(value.shape)} for {tuple(old.shape)} bytes"
-                    )
-                local(old).copy_(local_shard(value, old))
+            for old, value in zip(self._tensors(), bits, strict=True):
+                if old is not None and value is not None:
+                    local(old).copy_(local_shard(value, old))
 
     def unpack_(self) -> None:
         weight = self.weight
@@ -257,12 +279,12 @@ def pack_(module: nn.Linear, form: Form) -> StoredLinear:
     module.__class__ = StoredLinear
     packed: StoredLinear = module  # type: ignore[assignment]
     packed.packed_form = form
-    (outputs, inputs), (rows, columns) = form.shape, form.blocks
+    rows, columns = form.blocks
     new = Tensors(
-        torch.empty(outputs, -(-inputs * form.bits // 8), dtype=torch.uint8, device=device),
+        torch.empty(form.codes_shape, dtype=torch.uint8, device=device),
         torch.empty(rows, columns * form.scale_dtype.itemsize, dtype=torch.uint8, device=device),
         torch.empty(form.blocks, dtype=torch.uint8, device=device) if form.has_zeros else None,
-        torch.empty(inputs, dtype=torch.int32, device=device) if form.has_order else None,
+        torch.empty(form.shape[1], dtype=torch.int32, device=device) if form.has_order else None,
     )
     for name, value in zip(StoredLinear.packed_names, new, strict=True):
         packed.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))

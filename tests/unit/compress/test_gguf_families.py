@@ -317,7 +317,7 @@ def test_a_file_of_k_quants_runs(tokenizer: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "values", "reason"),
     [
-        ("gemma3_text", {**CASES["gemma3"][1], "layer_types": WINDOWS[::-1]}, "full attention in each 6th layer"),
+        ("gemma3_text", {**CASES["gemma3"][1], "layer_types": WINDOWS[::-1]}, "full attention in layers 6, 12, ..."),
         (
             "gemma3_text",
             {**CASES["gemma3"][1], "query_pre_attn_scalar": 12},
@@ -327,8 +327,8 @@ def test_a_file_of_k_quants_runs(tokenizer: Any, tmp_path: Path) -> None:
         ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, "experts in every layer"),
         ("qwen3_next", {"linear_value_head_dim": 16}, "keys and values of one head size, and this model 8 and 16"),
         ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit 7, and this model \(1.702, 5.0\)"),
-        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "full attention in each 2th layer"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "rotates all but each 4th layer"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "full attention in layers 2, 4, ..."),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "rotates all layers but 4, 8, ..."),
         ("nemotron_h", {}, "no mixture of .* layers"),
         ("granitemoehybrid", {"layer_types": ["attention"] * 2}, r"does not \(position_embedding_type\)"),
         ("phi", {"qk_layernorm": True}, "no norms of queries and keys"),

@@ -26,7 +26,8 @@ from preheat.models.hf import compute_reference_logits
 from preheat.ops.adapters import peft_layers
 from preheat.ops.adapters.peft_layers import count_parameters
 from preheat.ops.attention.sdpa import reference_attention
-from preheat.ops.quantization.stored import StoredLinear, pack_codes, unpack_codes
+from preheat.ops.quantization import stored
+from preheat.ops.quantization.stored import Form, StoredLinear, Tensors, dequantize, pack_codes, unpack_codes
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
 
@@ -127,16 +128,20 @@ def pack_quantized(
     return store
 
 
-def integers(*, symmetric: bool = True) -> Callable[..., Stored]:
-    """compressed-tensors' int-quantized, a scale per row."""
+def integers(*, symmetric: bool = True, ordered: bool = False) -> Callable[..., Stored]:
+    """compressed-tensors' int-quantized: a scale per row, or with `ordered` per group."""
 
     def store(shape: tuple[int, int]) -> Stored:
-        codes, zeros, scales = draw(shape, 8, shape[1], torch.bfloat16)
+        columns = GROUP if ordered else shape[1]
+        codes, zeros, scales = draw(shape, 8, columns, torch.bfloat16)
         zeros = torch.full_like(zeros, 128) if symmetric else zeros
+        index = (torch.arange(shape[1]) // columns)[torch.randperm(shape[1]) if ordered else slice(None)]
         tensors = {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}
         if not symmetric:
             tensors["weight_zero_point"] = (zeros - 128).to(torch.int8)
-        return Stored(tensors, mean(codes, zeros, scales, lambda i: 0))
+        if ordered:
+            tensors["weight_g_idx"] = index.to(torch.int32)
+        return Stored(tensors, mean(codes, zeros, scales, lambda i: int(index[i])))
 
     return store
 
@@ -179,12 +184,14 @@ FOLDERS: dict[str, tuple[Callable[..., Stored], dict[str, Any]]] = {
     "gptq_8": (gptq(8), GPTQ | {"bits": 8}),
     "gptq_2_whole": (gptq(2, whole=True), GPTQ | {"bits": 2, "group_size": -1}),
     "gptq_v2": (gptq(4, version=2), GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "gptq_v2_format": (gptq(4, version=2), GPTQ | {"format": "gptq_v2"}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "int4": (pack_quantized(4), group("pack-quantized")),
     "int4_zeros": (pack_quantized(4, symmetric=False), group("pack-quantized", symmetric=False)),
     "int4_order": (pack_quantized(4, ordered=True), group("pack-quantized", actorder="group")),
     "int8_words": (pack_quantized(8, whole=True), group("pack-quantized", **CHANNEL)),
     "int8": (integers(), group("int-quantized", **CHANNEL)),
+    "int8_order": (integers(ordered=True), group("int-quantized", num_bits=8, actorder="dynamic")),
     "int8_zeros": (integers(symmetric=False), group("int-quantized", symmetric=False, **CHANNEL)),
     "float8": (
         floats(1, 0, "weight_scale", torch.bfloat16),
@@ -355,6 +362,17 @@ def test_codes_are_packed_as_they_are_unpacked(bits: int) -> None:
     assert torch.equal(unpack_codes(packed, bits, 13), codes)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_the_values_do_not_depend_on_the_chunks_which_may_cut_blocks(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = Form((10, 6), 8, True, rows, 4, False, False, torch.float32)
+    tensors = Tensors(torch.randn(10, 6).to(torch.float8_e4m3fn).view(torch.uint8), torch.rand(form.blocks))
+    whole = dequantize(tensors, form, torch.float32)
+    monkeypatch.setattr(stored, "_CHUNK", 12)  # two rows
+    assert torch.equal(dequantize(tensors, form, torch.float32), whole)
+
+
 def test_a_plan_counts_the_packed_weights(tmp_path: Path) -> None:
     """Of the folder, and of its config.json alone as on the hub."""
     write(tmp_path, "int4")
@@ -402,8 +420,10 @@ def test_a_recipe_that_does_not_fit_the_folder_is_refused(
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
         ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, "quantization_config.dynamic"),
         ("gptq", {"bits": 8}, "its files do not fit the quantization_config"),
-        ("gptq_act", {"desc_act": False}, "g_idx reorders the inputs, which desc_act: false excludes"),
+        ("gptq_act", {"desc_act": False}, "g_idx reorders the inputs, and desc_act says that they are in order"),
+        ("int4_order", group("pack-quantized"), "weight_g_idx reorders the inputs, and actorder says that they are in order"),
         ("awq", {"version": "gemv"}, "quantization_config.version: 'gemv': preheat reads gemm"),
+        ("awq", {"version": None, "format": "gemv"}, "quantization_config.format: 'gemv': preheat reads gemm"),
         ("int4", {"format": "nvfp4-pack-quantized"}, "quantization_config.format: 'nvfp4-pack-quantized'"),
         ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format: 'sparse-24-bitmask'"),
         ("int4", {"config_groups": {}}, "quantization_config.config_groups: {}: no group has weights"),
@@ -423,6 +443,23 @@ def test_what_a_folder_cannot_be_read_for_is_named(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("choice", ["packed", "dequantized"])
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gptq_8", {"bits": 4}, "codes (32, 32) for (32, 16)"),
+        ("int8_words", group("pack-quantized", num_bits=4, strategy="channel"), "weight_packed has 8 words per row"),
+        ("int8", group("int-quantized", num_bits=8), "scales (32, 1) for (32, 2)"),
+    ],
+)
+def test_files_of_another_format_than_their_configuration_are_refused(
+    name: str, changes: dict[str, Any], message: str, choice: str, tmp_path: Path
+) -> None:
+    write(tmp_path, name, **changes)
+    with pytest.raises(PreheatError, match=re.escape(message)):
+        opened(tmp_path, "{lora: {rank: 4}}", f"model.quantized_weights={choice}")
+
+
 def test_a_layer_of_another_shape_or_without_a_tensor_is_named(tmp_path: Path) -> None:
     write(tmp_path, "int4_zeros")
     weights = load_file(tmp_path / "model.safetensors")
@@ -433,7 +470,7 @@ def test_a_layer_of_another_shape_or_without_a_tensor_is_named(tmp_path: Path) -
     require_model(recipe, configs.source_config(recipe))
     for changed, message in (
         ({key: value for key, value in weights.items() if key != f"{layer}.weight_zero_point"}, "weight_zero_point is missing"),
-        (weights | {f"{layer}.weight_scale": weights[f"{layer}.weight_scale"][:, :1].contiguous()}, r"scales \(16, 2\) for \(16, 4\) bytes"),
+        (weights | {f"{layer}.weight_scale": weights[f"{layer}.weight_scale"][:, :1].contiguous()}, r"scales \(16, 1\) for \(16, 2\)"),
         ({key: value for key, value in weights.items() if key != f"{layer}.weight_packed"}, f"{layer}.weight_scale is quantized"),
     ):  # fmt: skip
         save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})

@@ -111,6 +111,27 @@ def test_a_batch_is_served_by_the_devices_that_hold_its_cache() -> None:
     assert estimate_serving(model, **ask | {"memory": 40 * GIB}, devices=8)[0].batch == replace(
         whole.batch, devices=None, tokens_per_second=None
     )
+    # Nor does anything fit beside what a device reserves.
+    assert estimate_serving(model, **ask | {"memory": 2**28})[0].batch == replace(
+        whole.batch, devices=None, tokens_per_second=None
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 40, 60, 100])
+def test_devices_hold_whole_heads(batch: int) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32
+    )
+    model = ModelSize(config, 8_030_261_248, ends=0)
+    ask = {"memory": 24 * GIB, "length": 8192, "batch": batch}
+    planned = estimate_serving(model, **ask)[0].batch
+    assert planned is not None
+    # With 3 devices one has 3 of 8 heads, and 5 devices hold no more of the cache than 4.
+    fits = [n for n in range(1, 9) if estimate_serving(model, **ask, devices=n)[0].rows >= batch]
+    assert planned.devices == fits[0]
+    assert estimate_serving(model, **ask, devices=3)[0].cache == planned.cache / batch * 3 / 8
 
 
 def test_a_budget_is_spent_as_in_the_paper() -> None:
