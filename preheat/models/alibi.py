@@ -11,12 +11,12 @@ of two digits, each of which bf16 holds exactly: six of the eight dimensions, an
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.errors import RecipeError
-from preheat.hardware.transfers import cache_tensors, to_device
 from preheat.models.token_mixers import ATTENTION
 from preheat.sanitize import quote_value
 
@@ -122,8 +122,19 @@ def _scale(config: PretrainedConfig) -> float:
     return float(stated or (config.hidden_size // config.num_attention_heads) ** -0.5)
 
 
-@cache_tensors(maxsize=8)
 def _query_dimensions(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _cached_query_dimensions()(slopes, dtype, device)
+
+
+@functools.cache
+def _cached_query_dimensions() -> Callable[..., Tensor]:
+    # Imported here: a stored plan is printed without torch.
+    from preheat.hardware.transfers import cache_tensors
+
+    return cache_tensors(maxsize=8)(_build_query_dimensions)
+
+
+def _build_query_dimensions(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """[heads, EXTRA_DIM]: three numbers whose sum is the slope, each times the two digits' weights."""
     import torch
 
@@ -133,6 +144,8 @@ def _query_dimensions(slopes: tuple[float, ...], dtype: torch.dtype, device: tor
         rest = rest - parts[-1]
     weighted = [part * weight for part in (*parts, rest) for weight in (_BASE, 1)]
     zeros = [torch.zeros_like(rest)] * (EXTRA_DIM - len(weighted))
+    from preheat.hardware.transfers import to_device
+
     return to_device(torch.stack([*weighted, *zeros], dim=-1).to(dtype), device)
 
 

@@ -184,7 +184,7 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
             4,
             "techniques.preference reads pairs of answers",
         ),
-        (["train", "r.yaml", "--set", "techniques={preference: {loss: kto}}"], 2, "apo_zero"),
+        (["train", "r.yaml", "--set", "techniques={preference: {loss: xpo}}"], 2, "apo_zero"),
         (
             ["train", "r.yaml", "--set", "model.vocab_size=200"],
             2,
