@@ -241,8 +241,8 @@ class Clean:
     """Evaluation data: rows that share `overlap_words` consecutive words with it are left out. Files of rows or text,
     or tasks as in `preheat eval --tasks`: NAME=FILE, FILE.yaml."""
     overlap_words: Annotated[int, Bound(8, 100)] = 13
-    """against: length of the overlap in words (13 in GPT-3: Brown et al. 2020, arXiv:2005.14165). Texts of 8 words or
-    more that are shorter than this must occur as a whole."""
+    """Number of consecutive words that count as an overlap with `against` (13 in GPT-3: Brown et al. 2020,
+    arXiv:2005.14165). A shorter evaluation text of 8 words or more counts if all of it occurs in a row."""
     personal_data: Literal["keep", "count", "drop", "mask"] = "keep"
     """E-mail addresses, telephone numbers, IP addresses, card numbers and IBANs: count them, leave such rows out, or
     replace each by its kind, such as <EMAIL>. keep: they are not searched for."""

@@ -391,7 +391,7 @@ def _prepare_quantized_layers(
     layers = weights.find_layers(model, folder)
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in layers}
     shapes = {name: (module.out_features, module.in_features) for name, module in modules.items()}
-    # What is trained here, or saved of it, is no folder of that method.
+    # Runs and exports of this build are not stored in that quantization format.
     for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
         vars(part).pop("quantization_config", None)
     # The head's weight is read by losses and samplers, also in chunks.

@@ -462,7 +462,7 @@ def _evaluate_arithmetic(node: ast.expr) -> int:
 
 
 def _is_unknown(pieces: list[_Piece], name: str) -> bool:
-    """Returns True if the pieces stand for the unknown value of a variable."""
+    """Returns True if the pieces are the unknown value of a variable."""
     return len(pieces) == 1 and pieces[0].computed and pieces[0].text == f"${name}"
 
 

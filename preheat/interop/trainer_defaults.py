@@ -463,7 +463,7 @@ MEGATRON_BRIDGE = TrainerDefaults(
         "checkpointing": Default(
             False, "nothing is computed again but attention", "megatron/core/transformer/transformer_config.py"
         ),
-        "sharding": Default("optimizer", "optimizer states are shared out", f"{_BRIDGE}, use_distributed_optimizer"),
+        "sharding": Default("optimizer", "optimizer states are sharded", f"{_BRIDGE}, use_distributed_optimizer"),
         "loss_parallel": Default(
             True, "with tensor parallelism, logits are split", "megatron/core/tensor_parallel/cross_entropy.py"
         ),

@@ -53,7 +53,7 @@ class _Dimensions(NamedTuple):
 
 
 class _Alibi(NamedTuple):
-    """What a layer hands to its attention, in the argument that has transformers' bias."""
+    """ALiBi's dimensions and the mask, passed to attention in the argument of transformers' bias."""
 
     attend: Callable[..., Tensor]
     mask: MaskSpec

@@ -242,7 +242,7 @@ def clean_sources(
 
     folder, entry = open_entry(root, name, build)
     reasons = [removed["reason"] for removed in entry["values"]["removed"]]
-    # What is decided needs the evaluation data no more, which may be large.
+    # Cached decisions do not need the evaluation data, which may be large.
     masking = replace(cleaner, overlaps=None)
     cleaned = [
         # The decisions about a source depend on the other sources, and so does its key.

@@ -163,7 +163,7 @@ class _Search(Generic[_Change]):
         chosen, best, tries = [ranked[0][0]], ranked[0][1], 0
         enough = not self.planned.fits_safely
         for change, _ in ranked[1:]:
-            # What makes a run fit is enough: more would cost speed, or change more than needed.
+            # Stop at the first change with which it fits: further ones would cost speed or change more than needed.
             if len(chosen) == MOST or (enough and best.fits_safely) or tries == MOST:
                 break
             if change.kind in {each.kind for each in chosen}:

@@ -48,7 +48,7 @@ def find_faster_sizes(
         seconds: of a step.
         sizes: {key: size}.
     """
-    found = []
+    faster = []
     for key, size in sizes.items():
         if not size % _MULTIPLE:
             continue
@@ -57,11 +57,11 @@ def find_faster_sizes(
         for kernel, count in observation.kernels.items():
             if _is_matmul(kernel) and any(size in shape for shape in kernel.shapes):
                 wider = _widen(kernel, size, better)
-                now, then = (rates.kernel_seconds(k, observation) for k in (kernel, wider))
-                saved += (now - then) * count
+                before, after = (rates.kernel_seconds(k, observation) for k in (kernel, wider))
+                saved += (before - after) * count
         if saved < seconds and (gain := seconds / (seconds - saved) - 1) >= _LEAST:
-            found.append(FasterSize(key, size, better, gain))
-    return tuple(found)
+            faster.append(FasterSize(key, size, better, gain))
+    return tuple(faster)
 
 
 def _is_matmul(kernel: Kernel) -> bool:
