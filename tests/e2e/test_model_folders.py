@@ -160,7 +160,7 @@ def test_a_run_from_somebody_else_runs_no_code(preheat: Command, base: Path) -> 
         assert words in preheat.here(*command, code=2)[1], command
     assert not mark.exists()
     out, _ = preheat.here("export", "run", "--out", "x", "--trust-remote-code")
-    assert "contains Python code of the original model (configuration_strange.py, modeling_strange.py)" in out
+    assert "contains Python code of the model (configuration_strange.py, modeling_strange.py)" in out
     assert "contains Python code" in (preheat.folder / "x" / "README.md").read_text()
 
 
@@ -186,7 +186,8 @@ def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(
             "model.layers.0.mlp.gate_proj.weight is (172, 64) in model.safetensors but (96, 64)",
         ),
         ({"mlp_layer_types": ["dense"] * 6}, "mlp_layer_types: has 6 entries for 5 layers"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "is stored quantized (gptq), which preheat does not read"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "is stored quantized (aqlm), which preheat does not read"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: None: preheat reads 2 and 4 and 8"),
     ):
         (base / "config.json").write_text(json.dumps(settings | change))
         for more in ((), ("--dry-run",)):

@@ -91,7 +91,7 @@ def compare(
 def _run(file: Path, request: JsonObject) -> JsonObject:
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        asked.write_text(json.dumps(request), encoding="utf-8")
+        asked.write_text(json.dumps(request, allow_nan=False), encoding="utf-8")
         command = [sys.executable, "-m", llama_cpp_run.__name__, str(file), str(asked), str(answer)]
         process = subprocess.run(tie_to_parent(command), capture_output=True, text=True, errors="replace")
         if not answer.is_file():

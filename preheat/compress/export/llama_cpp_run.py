@@ -39,7 +39,7 @@ def main(file: str, request: str, answer: str) -> None:
     server = xllamacpp.Server(settings)
     tokens = [_tokenize(server, text) for text in asked["texts"]]
     logprobs = [_compute_logprobs(server, prompt, asked["letter"], asked["top"]) for prompt in asked["prompts"]]
-    Path(answer).write_text(json.dumps({"tokens": tokens, "logprobs": logprobs}), encoding="utf-8")
+    Path(answer).write_text(json.dumps({"tokens": tokens, "logprobs": logprobs}, allow_nan=False), encoding="utf-8")
 
 
 def _tokenize(server: Server, text: str) -> list[int]:
