@@ -6,6 +6,7 @@ without the batches that led to it, does not spike there again.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -114,21 +115,27 @@ def advance(position: int, count: int, left_out: Sequence[Range]) -> int:
 
 
 def iterate_around(order: Callable[[int], Iterator[int]], position: int, left_out: Sequence[Range]) -> Iterator[int]:
-    """Yields the items of an order from a position on, without those of the ranges.
+    """Returns the items of an order from a position on, without those of the ranges.
 
     Args:
-        order: position -> the items from there on.
+        order: position -> the items from there on; called here, before the first item is requested, since an order may
+            refuse its settings.
 
     Example:
         >>> import itertools
         >>> list(itertools.islice(iterate_around(itertools.count, 2, [(4, 6)]), 4))
         [2, 3, 6, 7]
     """
+    pieces: list[tuple[int, int | None]] = []  # first item and number of items; None: without end
     for first, end in sorted(left_out):
         if end <= position:
             continue
         if first > position:
-            items = order(position)
-            yield from (next(items) for _ in range(first - position))
+            pieces.append((position, first - position))
         position = end
-    yield from order(position)
+    (start, count), *later = [*pieces, (position, None)]
+    return itertools.chain(
+        itertools.islice(order(start), count),
+        # Only when it is reached: an order may read all scores.
+        itertools.chain.from_iterable(itertools.islice(order(start), count) for start, count in later),
+    )
