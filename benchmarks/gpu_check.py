@@ -62,6 +62,8 @@ NEEDED = {  # module -> the name that pip knows it by
     "matplotlib": "matplotlib",
     "PIL": "pillow",
     "psutil": "psutil",
+    "starlette": "starlette",
+    "uvicorn": "uvicorn",
     "ruamel": "ruamel.yaml",
     "pynvml": "nvidia-ml-py",
     "pytest": "pytest",

@@ -35,6 +35,7 @@ from preheat.cli import (
     track,
     train,
     try_,
+    ui,
     upload,
 )
 from preheat.cli.bytecode import keep_bytecode
@@ -93,6 +94,7 @@ app.command("plan", cls=unused.Command)(add_trust_option(plan.plan))
 app.command("data", cls=unused.Command)(add_trust_option(data.data))
 app.command("train", cls=unused.Command)(add_trust_option(train.train))
 app.command("bench", cls=unused.Command)(add_trust_option(bench.bench))
+app.command("ui")(ui.ui)
 app.command("report")(report.report)
 app.command("track")(track.track)
 app.command("upload")(upload.upload)

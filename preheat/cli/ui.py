@@ -1,0 +1,99 @@
+"""The `preheat ui` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from preheat.cli.views.output import say
+from preheat.errors import RecipeError
+
+__all__ = ["ui"]
+
+
+def ui(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Folders with runs; default: runs. Nothing outside them is read."),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 8170,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on. Beyond this machine: use an SSH tunnel instead.")
+    ] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="Host name under which a proxy serves it; repeatable."),
+    ] = None,
+    prefix: Annotated[
+        str,
+        typer.Option("--prefix", metavar="PATH", help="Path of the pages behind a proxy, as in /user/me/proxy/8170."),
+    ] = "",
+    read_only: Annotated[bool, typer.Option("--read-only", help="Show runs; start, stop and change nothing.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs in a browser while they train, compare them, and plan and start new ones.
+
+    Example: preheat ui runs
+    """
+    import secrets
+    import socket
+
+    from preheat.web.server import open_socket, serve
+    from preheat.web.settings import Settings
+
+    paths = folders or [Path("runs")]
+    for path in paths:
+        if path.exists() and not path.is_dir():
+            raise RecipeError(f"{path}: is not a folder; name the folder that holds your runs")
+    if folders:
+        for path in paths:
+            if not path.exists():
+                raise RecipeError(f"{path}: no such folder; name the folder that holds your runs")
+    prefix = "/" + prefix.strip("/") if prefix.strip("/") else ""
+    is_local = host in ("127.0.0.1", "localhost", "::1")
+    listener = open_socket(host, port)
+    port = listener.getsockname()[1]
+    names = {"127.0.0.1", "localhost", "[::1]", *(name.lower() for name in allow_host or ())}
+    if not is_local:
+        names |= {socket.gethostname().lower(), host.lower(), *_list_addresses(host)}
+    token = secrets.token_urlsafe(24)
+    settings = Settings(tuple(paths), token, port, frozenset(names), prefix, read_only)
+    shown = f"[{host}]" if ":" in host else ("127.0.0.1" if host == "0.0.0.0" else host)
+    url = f"http://{shown}:{port}{prefix}/?token={token}"
+    if not is_local:
+        say(
+            f"warning: --host {host}: everyone who can reach this machine and has the token can read these runs and "
+            "start commands as you, and the connection is not encrypted",
+            error=True,
+        )
+    say(f"preheat ui: {url}")
+    say(f"from another machine: ssh -L {port}:127.0.0.1:{port} {_name_login()}, then open that address there")
+    say("stop it with Ctrl-C")
+    if open_browser:
+        import webbrowser
+
+        webbrowser.open(url)
+    serve(settings, listener)
+
+
+def _list_addresses(host: str) -> set[str]:
+    """Returns the addresses of this machine if the server listens on all of them."""
+    import psutil
+
+    if host not in ("0.0.0.0", "::"):
+        return set()
+    return {
+        address.address.partition("%")[0]
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if "." in address.address
+    }
+
+
+def _name_login() -> str:
+    import getpass
+    import socket
+
+    return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -1,0 +1,148 @@
+"""Guards every request: the host that it names, the token, the origin of changes, its size; adds security headers."""
+
+from __future__ import annotations
+
+import hmac
+from http.cookies import SimpleCookie
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from preheat.web.settings import Settings
+
+__all__ = ["Guard"]
+
+_LARGEST_BODY = 1 << 20
+"""Bytes of a request: forms and chat messages are smaller, and uploads do not exist."""
+
+_HEADERS = {
+    # Scripts and styles are files of ours. Attributes of style carry the colours of plots; they cannot load anything.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
+        "img-src 'self' data:; connect-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """Wraps an ASGI app: what fails a check gets an answer of one line, and the app does not see it."""
+
+    def __init__(self, app: ASGIApp, settings: Settings):
+        self.app, self.settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # there are no web sockets
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    # A saved page brings a policy of its own, which is stricter.
+                    headers.setdefault(name, value)
+            await send(message)
+
+        self._strip_prefix(scope)
+        refusal = self._check(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send_guarded)
+            return
+        await self.app(scope, _limit_body(receive), send_guarded)
+
+    def _strip_prefix(self, scope: Scope) -> None:
+        """Accepts paths with the prefix of a proxy and without it: proxies differ in what they forward."""
+        prefix = self.settings.prefix
+        if prefix and (scope["path"] == prefix or scope["path"].startswith(prefix + "/")):
+            scope["path"] = scope["path"].removeprefix(prefix) or "/"
+            scope.pop("raw_path", None)
+
+    def _check(self, scope: Scope) -> Response | None:
+        """Returns the refusal of a request, or its redirection after the token in its URL; None: it may pass."""
+        headers, settings = Headers(scope=scope), self.settings
+        host = headers.get("host", "")
+        if _name_of(host) not in settings.hosts:
+            return PlainTextResponse(
+                "This server does not answer to this host name; open the address that preheat ui printed, or start it "
+                "with --allow-host NAME.\n",
+                403,
+            )
+        if int(_read_length(headers)) > _LARGEST_BODY:
+            return PlainTextResponse("The request is larger than 1 MiB.\n", 413)
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        given = dict(query).get("token")
+        if given is not None and scope["method"] == "GET" and _is_equal(given, settings.token):
+            # Out of the address bar, where it would be copied and stay in the history.
+            rest = urlencode([(key, value) for key, value in query if key != "token"])
+            # Slashes at the front would name another host.
+            path = f"{settings.prefix}/{scope['path'].lstrip('/')}"
+            redirect = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+            redirect.set_cookie(
+                settings.cookie, settings.token, httponly=True, samesite="strict", path=f"{settings.prefix}/"
+            )
+            return redirect
+        cookies: SimpleCookie = SimpleCookie()
+        cookies.load(headers.get("cookie", ""))
+        cookie = cookies.get(settings.cookie)
+        if cookie is None or not _is_equal(cookie.value, settings.token):
+            return PlainTextResponse(
+                "Open the address that preheat ui printed when it started: it contains the token that this page "
+                "needs.\n",
+                403,
+            )
+        if scope["method"] in ("GET", "HEAD"):
+            return None
+        if settings.read_only:
+            return PlainTextResponse("This server was started with --read-only.\n", 403)
+        # A proxy may end TLS, so the scheme is not compared; host and port are.
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return PlainTextResponse("The request comes from another site.\n", 403)
+        if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+            return PlainTextResponse("The request comes from another site.\n", 403)
+        if not _is_equal(headers.get("x-csrf-token", ""), settings.csrf_token):
+            return PlainTextResponse("The page is older than the server; load it again.\n", 403)
+        return None
+
+
+def _name_of(host: str) -> str:
+    """Returns a Host header without its port."""
+    name, separator, port = host.rpartition(":")
+    return (name if separator and port.isdigit() else host).lower()
+
+
+def _read_length(headers: Headers) -> int:
+    text = headers.get("content-length", "0")
+    return int(text) if text.isdigit() else _LARGEST_BODY + 1
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode(), secret.encode())
+
+
+def _limit_body(receive: Receive) -> Receive:
+    """Ends the connection of a request whose body is longer than its header claims."""
+    total = 0
+
+    async def receive_limited() -> Message:
+        nonlocal total
+        message = await receive()
+        if message["type"] == "http.request":
+            total += len(message.get("body", b""))
+            if total > _LARGEST_BODY:
+                return {"type": "http.disconnect"}
+        return message
+
+    return receive_limited

@@ -1,0 +1,53 @@
+"""Runs the dashboard's server."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from preheat.errors import RunError
+
+if TYPE_CHECKING:
+    from preheat.web.settings import Settings
+
+__all__ = ["open_socket", "serve"]
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there; port 0 takes a free one.
+
+    Raises:
+        RunError: the port is in use, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        # Here, so that a port in use is found: with SO_REUSEADDR two sockets may bind, but only one may listen.
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise RunError(
+            f"--port {port}: cannot listen on {host} ({error.strerror}); name another port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def serve(settings: Settings, listener: socket.socket) -> None:
+    """Serves until a signal ends it."""
+    import uvicorn
+
+    from preheat.web.app import create_app
+
+    config = uvicorn.Config(
+        create_app(settings),
+        log_level="warning",
+        access_log=False,  # it would print the token
+        server_header=False,
+        limit_concurrency=256,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=2,  # open streams would keep it for ever
+        proxy_headers=False,
+    )
+    uvicorn.Server(config).run(sockets=[listener])

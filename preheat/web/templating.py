@@ -1,0 +1,75 @@
+"""Renders the templates, with everything escaped that a page shows."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.responses import HTMLResponse
+
+from preheat.report.formatting import (
+    count,
+    format_clock,
+    format_duration,
+    format_gib,
+    format_grouped,
+    format_loss,
+    format_percent,
+    format_signed_percent,
+)
+from preheat.web.settings import state_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+__all__ = ["build_url", "render"]
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("preheat.web"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        clock=format_clock,
+        count=count,
+        duration=format_duration,
+        gib=format_gib,
+        grouped=format_grouped,
+        loss=format_loss,
+        percent=format_percent,
+        signed_percent=format_signed_percent,
+    )
+    return environment
+
+
+def build_url(request: Request, path: str, **query: str) -> str:
+    """Returns the URL of a page of ours, behind the prefix of a proxy."""
+    rest = "&".join(f"{quote(key)}={quote(value, safe='')}" for key, value in query.items())
+    return f"{state_of(request).settings.prefix}{quote(path)}" + (f"?{rest}" if rest else "")
+
+
+def render(request: Request, template: str, status: int = 200, **values: object) -> HTMLResponse:
+    """Renders a template as a response.
+
+    Args:
+        template: name of the file in templates/; a fragment of a page begins with an underscore.
+        values: its variables; `url(path, **query)`, `csrf`, `path` and `settings` are there for all.
+    """
+    settings = state_of(request).settings
+
+    def url(path: str, **query: str) -> str:
+        return build_url(request, path, **query)
+
+    markup = (
+        _environment()
+        .get_template(template)
+        .render(url=url, csrf=settings.csrf_token, path=request.url.path, settings=settings, **values)
+    )
+    return HTMLResponse(markup, status)
