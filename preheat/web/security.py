@@ -24,7 +24,8 @@ _HEADERS = {
     # Scripts and styles are files of ours. Attributes of style carry the colours of plots; they cannot load anything.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
-        "img-src 'self' data:; connect-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
+        "img-src 'self' data:; connect-src 'self'; frame-src 'self'; form-action 'self'; "
+        "base-uri 'none'; frame-ancestors 'self'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
