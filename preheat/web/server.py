@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,13 @@ def open_socket(host: str, port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise RunError(
+                f"--port {port}: cannot listen on {host} ({error.strerror}); name another port, or 0 for a free one"
+            ) from None
         raise RunError(
-            f"--port {port}: cannot listen on {host} ({error.strerror}); name another port, or 0 for a free one"
+            f"--host {host}: cannot listen there ({error.strerror}); name an address of this machine, or leave it out "
+            "for 127.0.0.1"
         ) from None
     return listener
 

@@ -18,7 +18,8 @@ FILES = sorted(HOUSE.rglob("*.py"))
 LEVELS = [  # each may import what stands below it
     {"__main__"},
     {"cli"},
-    {"web", "studies", "bench", "compress", "report", "integrations"},
+    {"web"},
+    {"studies", "bench", "compress", "report", "integrations"},
     {"training"},  # above its equals of DESIGN: a run evaluates and generates as well
     {"inference", "evaluation", "tracking", "interop"},
     {"planning"},
@@ -35,6 +36,14 @@ LEVELS = [  # each may import what stands below it
 # What puts techniques together by hand: the package's front, and the example of a loop with several.
 TOGETHER = ("preheat.techniques", "preheat.techniques.integration")
 RANK = {room: len(LEVELS) - index for index, level in enumerate(LEVELS) for room in level}
+FOR_PAGES = tuple(
+    f"preheat.{name}"
+    for name in (
+        *("core", "run", "report", "files", "cache_folder", "errors", "sanitize", "storage"),
+        "hardware.child_processes",
+    )
+)
+"""What the dashboard may import; all of it is free of torch."""
 HEAVY = {"torch", "transformers", "numpy", "datasets", "peft", "tokenizers", "pyarrow", "pandas", "matplotlib"}
 LIGHT = [
     "preheat",
@@ -47,6 +56,7 @@ LIGHT = [
     "preheat.errors",
     "preheat.hardware.catalogue",
     "preheat.hardware.rates",
+    "preheat.web.app",
 ]
 
 
@@ -86,6 +96,8 @@ def breach(module: str, imported: str) -> str | None:
         return None
     if here == "report" and there not in ("core", "run", "errors", "files", "sanitize"):
         return "report imports only core, run, files, errors and sanitize"
+    if module.startswith("preheat.web.") and not imported.startswith(FOR_PAGES):
+        return "the dashboard reads run folders, and leaves the rest to child processes"
     if RANK[there] > RANK[here]:
         return f"{here} stands below {there}"
     if RANK[there] == RANK[here] > 1:  # those at the bottom may use one another
@@ -119,6 +131,8 @@ def test_imports_are_found(source: str, found: set[str]) -> None:
         ("preheat.planning.plan_request", "preheat.training.session.open_session", False),
         ("preheat.report.run_page", "preheat.run.reader.Reader", True),
         ("preheat.report.run_page", "preheat.recipe.load", False),
+        ("preheat.web.run_page", "preheat.report.page.table", True),
+        ("preheat.web.run_page", "preheat.training.loop.train", False),
         ("preheat.data.loader", "preheat.models.hf", False),
         ("preheat.recipe", "preheat.core.registry", True),
         ("preheat.run.reader", "preheat.engine.step", False),
@@ -250,13 +264,15 @@ class TypeOnlyNames(ast.NodeVisitor):
         names = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
         return {(name.asname or name.name).split(".")[0] for name in names}
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         arguments = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         self.local.append(bound | arguments | {name for n in ast.walk(node) for name in self.imported(n)})
         for part in [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
             self.visit(part)
         self.local.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value:
