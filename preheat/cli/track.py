@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.output import say
 
 __all__ = ["track"]
@@ -22,8 +23,10 @@ _INTERVAL = 1.0
 
 def track(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="FOLDER...", help="Folders of runs, finished or not, of benchmarks or compressions."),
+        list[str],
+        typer.Argument(
+            metavar="FOLDER...", help="Folders or URLs of runs, finished or not; of benchmarks or compressions."
+        ),
     ],
     to: Annotated[
         list[str],
@@ -55,7 +58,7 @@ def track(
     from preheat.tracking.tracker import find
 
     if follow:
-        _follow(runs[0], to[0], project, name, folder)
+        _follow(Path(runs[0]), to[0], project, name, folder)
         return
     for tracker in to:
         find(tracker)
@@ -63,8 +66,9 @@ def track(
         raise RecipeError(f"--name {name}: names one run, and {len(runs)} are given; leave --name out")
     sent = []
     for run in runs:
+        folder_of_run = Path(find_local_folder(run))
         for tracker in to:
-            command = [sys.executable, "-m", "preheat", "track", str(run), "--to", tracker, "--follow"]
+            command = [sys.executable, "-m", "preheat", "track", str(folder_of_run), "--to", tracker, "--follow"]
             stated = {"--project": project, "--name": name, "--folder": folder}
             command += [part for key, value in stated.items() if value is not None for part in (key, str(value))]
             # In a process of its own, so that any error of the tracker's package is one line here.
@@ -72,9 +76,9 @@ def track(
             if ended.returncode:
                 reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
                 raise RunError(f"{run}: {tracker}: {reason.removeprefix('error: ')}")
-            progress = SentState.read(run, tracker)
+            progress = SentState.read(folder_of_run, tracker)
             assert progress is not None, "the process has recorded what it sent"
-            sent.append({"run": str(run), "tracker": tracker, "url": progress.url, "step": progress.step})
+            sent.append({"run": run, "tracker": tracker, "url": progress.url, "step": progress.step})
             if not json:
                 upto = f" up to step {progress.step:,}" if progress.step else ""
                 say(f"{run}: {tracker}: sent{upto}: {progress.url}")

@@ -308,6 +308,7 @@ class RemoteCopy:
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 # list: so that the first error is raised here.
                 list(pool.map(lambda item: self._download(item[0], item[1], partial), manifest.files.items()))
+            self._carry_over(partial)
             self._make_way(say)
             partial.rename(self.folder)
             self._write_state(_State(str(self.folder), fetched=(manifest.writer, manifest.revision)))
@@ -315,6 +316,14 @@ class RemoteCopy:
             raise self._unwritable(error) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+    def _carry_over(self, partial: Path) -> None:
+        """Copies the record and files of trackers from here; without it they would get the run again as another."""
+        for file in (self.folder / "tracking").rglob("*"):
+            target = partial / file.relative_to(self.folder)
+            if file.is_file() and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
 
     def _make_way(self, say: Say) -> None:
         """Removes a local folder that was only downloaded, and renames one that a session of this machine wrote."""

@@ -6,15 +6,20 @@ Source: https://www.tensorflow.org/tensorboard and its summary formats (2.21). t
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from preheat.tracking.tracker import Start, Status, Table, Tracker, why_not_writable
 
 if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
 __all__ = ["TensorBoard"]
 
@@ -29,7 +34,10 @@ class TensorBoard(Tracker):
     name = "tensorboard"
     package = "tensorboard"
     pip = "preheat[tensorboard]"
-    _writer: EventFileWriter  # from `start` on
+    # From `start` on. Not tensorboard's EventFileWriter: its thread may lose an event to a full disk after `flush`
+    # has returned, and the event would count as sent.
+    _file: BinaryIO
+    _records: RecordWriter
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -43,11 +51,16 @@ class TensorBoard(Tracker):
         return why_not_writable(folder)
 
     def start(self, start: Start, known: str | None) -> str:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder = _choose_folder(start)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(self._folder))
+        # TensorBoard finds files by the first part of the name, and sorts them by the second.
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        self._file = (self._folder / name).open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if known is None:
             rows = [(key, str(value)) for key, value in start.parameters.items()]
             self.table(0, "parameters", Table(("key", "value"), rows))
@@ -59,13 +72,14 @@ class TensorBoard(Tracker):
     def url(self) -> str | None:
         return f"tensorboard --logdir {self._folder}"
 
-    def _add(self, step: int, summary: Summary) -> None:
-        import time
+    def _write(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
 
+    def _add(self, step: int, summary: Summary) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._step = max(self._step, step)
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -93,8 +107,8 @@ class TensorBoard(Tracker):
         self._add_text(self._step, file.stem, f"[{file.name}]({file.absolute().as_uri()})")
 
     def flush(self) -> None:
-        self._writer.flush()
+        self._records.flush()
 
     def finish(self, status: Status) -> None:
         self._add_text(self._step, "status", status)
-        self._writer.close()
+        self._file.close()

@@ -133,7 +133,9 @@ def local_folder(preheat: Command) -> Path:
     return Path(json.loads(state.read_text())["folder"])
 
 
-def test_a_run_resumes_from_its_url_alone_on_a_fresh_machine_bit_for_bit(preheat: Command, s3: Server) -> None:
+def test_a_run_resumes_from_its_url_alone_on_a_fresh_machine_bit_for_bit(
+    preheat: Command, s3: Server, tmp_path: Path
+) -> None:
     # Without a schedule, whose rates depend on the number of steps.
     constant = ("--set", "schedule.kind=constant", "--set", "schedule.warmup_ratio=0")
     preheat.here("train", "r.yaml", "--out", "whole", *constant)
@@ -148,6 +150,9 @@ def test_a_run_resumes_from_its_url_alone_on_a_fresh_machine_bit_for_bit(preheat
     for path in s3.fs.find("bucket/runs/a"):
         s3.fs.mv(path, path.replace("runs/a", "moved/b"))
     forget(preheat)
+    reader = Command(preheat.folder, tmp_path / "reader")
+    reader.environment |= s3.environment
+    (before,) = reader.here.json("track", "s3://bucket/moved/b", "--to", "tensorboard")["sent"]
     (preheat.folder / "elsewhere").mkdir()
     elsewhere = Command(preheat.folder / "elsewhere", Path(preheat.environment["PREHEAT_CACHE"]))
     elsewhere.environment |= s3.environment
@@ -158,6 +163,10 @@ def test_a_run_resumes_from_its_url_alone_on_a_fresh_machine_bit_for_bit(preheat
     # Other commands read it by its URL.
     (text,) = preheat.here.json("generate", "s3://bucket/moved/b", "--prompt", "the", "--tokens", "4")["texts"]
     assert text["step"] == 12
+    # A tracker goes on in the same run, though the copy was downloaded anew.
+    (after,) = reader.here.json("track", "s3://bucket/moved/b", "--to", "tensorboard")["sent"]
+    assert (before["step"], after["step"], after["url"]) == (7, 12, before["url"])
+    assert len(list(Path(after["url"].rpartition(" ")[2]).glob("events.out.tfevents.*"))) == 2
 
 
 def newest_step(files: dict[str, Any]) -> int:
