@@ -21,6 +21,7 @@ from preheat.models.layer_sizes import max_over_layers
 from preheat.models.untie import untie
 from preheat.recipe.consistency import MOST_PARAMETERS
 from preheat.sanitize import quote_value
+from preheat.storage import is_url
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -408,6 +409,11 @@ def read(path: str, asks: bool = False, *, choice: str = "auto") -> PretrainedCo
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+    if is_url(path):
+        raise RecipeError(
+            f"model.path: {path}: is a URL; models are read from folders and from the hub: download it, and name the "
+            "folder"
+        )
     folder, file = Path(path), Path(path) / "config.json"
     if folder.exists() and not file.is_file():
         raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")

@@ -54,6 +54,7 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
         ("mine.yaml", ["data.source=pairs.jsonl"], 4, "which no layout has; set data.columns={prompt: asked, completion: reply}"),
         ("mine.yaml", ["data.source=row.jsonl"], 4, "data.source row.jsonl: does not exist; looking for 'row.jsonl' in .: did you mean 'rows.jsonl'?"),
         ("mine.yaml", ["model.path=./modle"], 2, "model.path: ./modle: no such folder; did you mean 'model'?"),
+        ("mine.yaml", ["model.path=s3://bucket/model"], 2, "is a URL; models are read from folders and from the hub"),
         ("mine.yaml", ["model.path=Qwen/Qwen2.5-0.5B"], 2, "download it on a machine with a network and name the folder"),
         ("fine-tune", ["data.source=rows.jsonl"], 2, "can be planned, not trained; add model.path: Qwen/Qwen2.5-0.5B"),
         ("typo.yaml", [], 2, "unknown key 'optimizer.max_grad_nrm'; did you mean 'max_grad_norm'?"),
