@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from preheat.core import DATA, Axis, sizes_of
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe
+from preheat.storage import is_url
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -167,6 +168,11 @@ class Job:
                 )
             if (self.seconds or 0) <= self.save_within:
                 return f"--time: {self.time} is over before --save-within {self.save_within} s; allow more time"
+        if self.out is not None and is_url(self.out):
+            return (
+                f"--out: {self.out} is a URL, and a restarted job looks for its checkpoints in a folder; name a folder "
+                "that every host sees, and send it with preheat upload afterwards"
+            )
         # The texts below end up in shell scripts and manifests, so only harmless characters are accepted.
         for item in self.env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[^\n]*", item):

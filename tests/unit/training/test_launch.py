@@ -194,6 +194,7 @@ def test_skypilot_takes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("slurm", {"more": "hardware: {device: cpu}"}, "hardware.device: the recipe runs on CPUs"),
         ("slurm", {"time": "4h"}, "--time: '4h' is not a time"),
         ("slurm", {"time": "0:05:00"}, "over before --save-within 300"),
+        ("slurm", {"out": "s3://bucket/run"}, "--out: s3://bucket/run is a URL, and a restarted job looks"),
         ("slurm", {"namespace": "x"}, "--namespace: --scheduler slurm has no such setting"),
         ("slurm", {"env": ("A",)}, "KEY=VALUE"),
         ("slurm", {"partition": "a; rm -rf b"}, "is not a name"),
