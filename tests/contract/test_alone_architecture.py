@@ -79,6 +79,31 @@ def test_alone_tied_embeddings() -> None:
     _trains(model)
 
 
+def test_alone_depth_scaled_init() -> None:
+    from preheat.techniques.depth_scaled_init import scale_residual_projections
+
+    def spread(layers: int, *, scaled: bool) -> float:
+        """Standard deviation of what the layers have added to the stream."""
+        torch.manual_seed(3)
+        config = transformers.LlamaConfig(
+            hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64, vocab_size=96
+        )
+        config.initializer_range = 0.2  # a stream of about 1: the layers' norms then change little
+        model = transformers.LlamaForCausalLM(config)
+        if scaled:
+            assert len(scale_residual_projections(model, layers)) == 2 * layers
+        streams = []
+        model.model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+        tokens = torch.arange(96).view(2, 48)
+        with torch.no_grad():
+            model(input_ids=tokens)
+            return float((streams[0] - model.model.embed_tokens(tokens)).std())
+
+    # Sums of independent outputs grow by the root of the depth; scaled ones do not.
+    assert spread(32, scaled=False) / spread(4, scaled=False) > 2
+    assert spread(32, scaled=True) / spread(4, scaled=True) == pytest.approx(1, abs=0.25)
+
+
 def test_alone_rope_scaling() -> None:
     from preheat.techniques.rope_scaling import scale_rope
 
