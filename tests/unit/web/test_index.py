@@ -221,11 +221,12 @@ def test_a_killed_process_and_another_machine(run: RunEntry, monkeypatch: pytest
     process = subprocess.Popen([sys.executable, "-c", program, str(run.path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    monkeypatch.setattr("preheat.web.run_lock._FRESH_S", 0.0)
+    restart(monkeypatch)
     assert summarize(run).state == "running"
     process.kill()
     process.wait()
     process.stdout.close()
+    restart(monkeypatch)
     assert summarize(run).state == "killed"
     # Lines that appear while no process here has the lock were copied from, or written by, another machine.
     with (run.path / "metrics.jsonl").open("a") as stream:
