@@ -2,7 +2,8 @@
 //
 // Further attributes: data-title; data-names, a JSON list of the runs' names; data-unit, "gib" for bytes;
 // data-smoothing, from 0 to 0.99; data-marks="off", without events. The server sends each curve in as many bins as the
-// chart is wide, with the extremes of each, so that zooming reads the part that is shown in full.
+// chart is wide, with the extremes of each, so that zooming reads the part that is shown in full. data-tools="off" leaves
+// out smoothing, axis and scale, for small charts side by side.
 "use strict";
 
 (() => {
@@ -143,14 +144,12 @@
       });
       this.reset = create("button", { type: "button", hidden: "" }, "Show all");
       this.reset.addEventListener("click", () => this.zoom(null));
-      return create(
-        "div",
-        { class: "chart-tools" },
-        create("label", {}, "Smoothing", range),
-        create("label", {}, "Over", axis),
-        create("label", {}, log, "Log scale"),
-        this.reset,
-      );
+      const tools = create("div", { class: "chart-tools" });
+      if (this.figure.dataset.tools !== "off") {
+        tools.append(create("label", {}, "Smoothing", range), create("label", {}, "Over", axis), create("label", {}, log, "Log scale"));
+      }
+      tools.append(this.reset);
+      return tools;
     }
 
     async load() {
