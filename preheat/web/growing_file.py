@@ -111,7 +111,7 @@ class GrowingFile:
             limit: bytes after which it stops.
         """
         # A named pipe would block the read.
-        if not self.path.is_file():
+        if not self.path.is_file() or not self.count_unread():
             return
         end = self._offset + limit
         with self.path.open("rb") as file:

@@ -196,6 +196,7 @@ class _RunIndex:
         self.seen_unlocked: tuple[tuple[int, int], ...] | None = None
         self.is_elsewhere = False
         self._stored: tuple[int, int] | None = None
+        self._current: tuple[tuple[int, int], ...] | None = None
         self._load(_Saved(path=str(entry.path)))
 
     def _load(self, saved: _Saved) -> None:
@@ -226,6 +227,10 @@ class _RunIndex:
         unread = self.count_unread()
         return read / (read + unread) if unread else 1.0
 
+    def is_current(self) -> bool:
+        """Returns True if no file of the run changed since all of it was read."""
+        return self._current is not None and self._current == _list_files(self.entry.path)
+
     def update(self, seconds: float) -> bool:
         """Reads new lines for some time and saves the index; returns True if nothing is left to be read.
 
@@ -233,6 +238,7 @@ class _RunIndex:
             RunError: the cache cannot be written.
         """
         end = time.monotonic() + seconds
+        files = _list_files(self.entry.path)
         try:
             make_private(self.folder)
             with (self.folder / "lock").open("a") as lock:
@@ -250,6 +256,8 @@ class _RunIndex:
                 f"{self.folder}: cannot write the index of a run there ({error.strerror}); set PREHEAT_CACHE to a "
                 "folder that can be written, and start preheat ui again"
             ) from None
+        # As listed before reading: what was written in the meantime is read next time.
+        self._current = files if is_done else None
         return is_done
 
     def _read_files(self, end: float) -> bool:
@@ -502,17 +510,20 @@ class _Indexes:
         """Yields the index of a run with its lock held, read as far as the time of requests allows."""
         index = self.open(entry)
         with index.lock:
-            begin = time.monotonic()
-            if begin - self._window > _WINDOW_S:
-                self._window, self._left_s = begin, _INLINE_S
-            is_done = False
-            # A saved index, or a short run that grew a little, takes no time worth counting.
-            if self._left_s > 0 and entry.id not in self._queue:
-                is_done = index.update(max(0.0, min(_SLICE_S, self._left_s)))
-                self._left_s -= time.monotonic() - begin
-            if not is_done:
+            if not index.is_current() and not self._read_inline(index):
                 self._enqueue(index)
             yield index
+
+    def _read_inline(self, index: _RunIndex) -> bool:
+        """Reads a run if requests have time left; returns True if all of it is read."""
+        begin = time.monotonic()
+        if begin - self._window > _WINDOW_S:
+            self._window, self._left_s = begin, _INLINE_S
+        if self._left_s <= 0 or index.entry.id in self._queue:
+            return False
+        is_done = index.update(min(_SLICE_S, self._left_s))
+        self._left_s -= time.monotonic() - begin
+        return is_done
 
     def _enqueue(self, index: _RunIndex) -> None:
         with self._lock:
