@@ -56,6 +56,7 @@ __all__ = [
     "RunState",
     "Summary",
     "collect",
+    "name_model",
 ]
 
 
@@ -379,7 +380,7 @@ def _collect_setup(
     )
     held_out = read_number(data.get("validation"))
     setup = {
-        "Model": _name_model(model),
+        "Model": name_model(model),
         "Data": _describe_sources(data["source"])
         + (f", {format_percent(held_out)} held out" if held_out and held_out < 1 else "")
         if data.get("source")
@@ -404,7 +405,7 @@ def _describe_rows(counts: JsonObject) -> str | None:
     return f"{read:,.0f} read; left out: {left_out}" if read and left_out else None
 
 
-def _name_model(model: JsonObject) -> str | None:
+def name_model(model: JsonObject) -> str | None:
     """Returns the name of the model: a checkpoint's path or preset, or family and size of a new model."""
     for key in ("path", "preset"):
         if model.get(key):

@@ -54,7 +54,7 @@ from preheat.report.report_data import RunFigures, collect
 from preheat.run.layout import MARK, PROFILE
 from preheat.sanitize import format_three_digits
 
-__all__ = ["render", "write"]
+__all__ = ["describe_event", "render", "write"]
 
 
 def write(run: str | Path) -> Path:
@@ -428,7 +428,7 @@ def _render_timeline(events: Sequence[Event]) -> str:
         # Clocks may be set back between two sessions: no time rather than a negative one.
         after = format_clock(at - begin) if at is not None and begin is not None and at >= begin else ""
         kind = first.kind.replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
-        details = _render_event(last)
+        details = describe_event(last)
         if isinstance(first, Checkpoint | Overflow) and isinstance(last, Checkpoint | Overflow) and len(group) > 1:
             details = f"steps {format_value(first.step)} to {format_value(last.step)}"
         bad = " bad" if isinstance(first, Failed | Damaged | OutOfMemory | Overflows | Spike | Unsaved) else ""
@@ -491,7 +491,8 @@ _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
 _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "wait_seconds", "in_use", "path")
 
 
-def _render_event(event: Event) -> str:
+def describe_event(event: Event) -> str:
+    """Returns the figures of an event as text, not escaped."""
     parts = []
     for key, recorded in to_plain_data(event).items():
         if key not in _NOT_SHOWN and recorded not in (None, "", [], {}):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
-from preheat.web import runs_page
+from preheat.web import api_page, events, runs_page
 from preheat.web.catalogue import Catalogue
 from preheat.web.security import Guard
 from preheat.web.settings import Settings, State
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-PAGES = (runs_page,)
+PAGES = (runs_page, api_page, events)
 """Modules of pages; each has `routes()`."""
 
 
@@ -52,9 +52,13 @@ async def _send_style(request: Request) -> Response:
 
 async def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if request.url.path.startswith("/api/"):
+        return JSONResponse({"error": error.detail}, error.status_code)
     return render(request, "error.html", error.status_code, message=error.detail)
 
 
 async def _show_error(request: Request, error: Exception) -> Response:
     """A user's fault is a sentence on the page; ours stays a traceback in the terminal."""
+    if request.url.path.startswith("/api/"):
+        return JSONResponse({"error": str(error)}, 400)
     return render(request, "error.html", 400, message=str(error))

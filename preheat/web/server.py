@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 from preheat.errors import RunError
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from preheat.web.settings import Settings
 
 __all__ = ["open_socket", "serve"]
+
+
+_SLOW_MS = 60_000
+"""Milliseconds for which a reader may leave sent bytes unacknowledged."""
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -23,6 +28,9 @@ def open_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform == "linux":
+        # Connections inherit it: one whose reader takes nothing is closed.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SLOW_MS)
     try:
         listener.bind((host, port))
         # Here, so that a port in use is found: with SO_REUSEADDR two sockets may bind, but only one may listen.
