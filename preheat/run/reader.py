@@ -19,6 +19,7 @@ from preheat.core.run_records import (
     Finished,
     Measured,
     OtherEvent,
+    ProcessStatus,
     Resumed,
     SampleEvent,
     SampleTexts,
@@ -32,7 +33,7 @@ from preheat.core.run_records import (
 from preheat.core.slots import Change
 from preheat.errors import PreheatError, RunError
 from preheat.files import BadJson, parse_json, read_bytes, read_intact, read_record, read_value
-from preheat.run.layout import MARK, abbreviate, read_mark
+from preheat.run.layout import MARK, STATUS, abbreviate, read_mark
 from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
@@ -432,6 +433,19 @@ class Reader:
         for line in self._read_lines("system.jsonl", read_system):
             usage = line.usage or usage
         return usage
+
+    def status(self) -> ProcessStatus | None:
+        """Returns the process that writes the run, as last recorded; None if a session ended, or the file is damaged.
+
+        The status of a process that was killed stays.
+        """
+        try:
+            return read_record(ProcessStatus, parse_json((self.path / STATUS).read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            self.damaged[STATUS] = f"left out: {shorten(str(error), 160)}"
+            return None
 
     def finished(self) -> Finished | None:
         """Returns the event that ended the run, or None if it has not ended or was resumed since."""

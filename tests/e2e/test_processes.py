@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from preheat.core.run_records import Failed, Resumed, Started
+from preheat.core.run_records import Checkpoint, Failed, Resumed, Started
 from preheat.run.reader import Reader
 
 from ..fork_server import Fork, command
@@ -169,6 +169,32 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(preheat: Command) 
     out, error = run.communicate(timeout=100)
     assert run.returncode == 143, error
     assert json.loads(out)["steps"] == len(losses(preheat.folder / "two")) == 4
+
+
+def asked_to_save_after_the_collective(*arguments: str) -> None:
+    """`preheat`, but rank 0 gets SIGUSR2 in step 3, after the message that tells the other ranks of it."""
+    from preheat.training import loop
+
+    def read(*step: Any) -> Any:
+        numbers = read_step_stats(*step)
+        steps.append(numbers)
+        if os.environ.get("RANK") == "0" and len(steps) == 3:
+            signal.raise_signal(signal.SIGUSR2)
+        return numbers
+
+    steps: list[Any] = []
+    read_step_stats = loop.read_step_stats
+    with mock.patch.object(loop, "read_step_stats", read):
+        command(*arguments)
+
+
+def test_all_ranks_save_when_one_is_asked_to(preheat: Command) -> None:
+    function = f"{__name__}:{asked_to_save_after_the_collective.__name__}"
+    arguments = ("train", "r.yaml", "--set", "techniques={fsdp: {}}", "--set", "checkpoint.every=0", "--nproc", "2")
+    run = preheat.start(*arguments, "--set", "stop.max_steps=8", "--out", "two", "--json", function=function)
+    _, error = run.communicate(timeout=100)
+    assert run.returncode == 0, error
+    assert [event.step for event in Reader(preheat.folder / "two").events(Checkpoint)] == [4, 8]
 
 
 def _until(done: Callable[[], bool], process: subprocess.Popen[str] | Fork | None, seconds: float = 250) -> None:
