@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +186,8 @@ def _read_tasks(tasks: object) -> dict[str, dict[str, float]] | None:
     return by_task
 
 
+_TAIL = 16 << 10
+"""Bytes at the end of system.jsonl: dozens of samples."""
 _LINE = 16 << 20
 """Maximum length of a line in bytes."""
 
@@ -446,6 +450,22 @@ class Reader:
         except (ValueError, OSError) as error:
             self.damaged[STATUS] = f"left out: {shorten(str(error), 160)}"
             return None
+
+    def newest_system(self) -> list[SystemMetrics]:
+        """Returns the newest intact samples of the machine, from the last 16 KiB of a file that may be long."""
+        try:
+            with (self.path / "system.jsonl").open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - _TAIL))
+                lines = file.read(_TAIL).split(b"\n")
+        except OSError:
+            return []
+        samples = []
+        # Without the first, of which the beginning may be cut off, and the last, which may be half written.
+        for line in lines[end > _TAIL : -1]:
+            with contextlib.suppress(ValueError):
+                samples.append(read_system(line))
+        return samples
 
     def finished(self) -> Finished | None:
         """Returns the event that ended the run, or None if it has not ended or was resumed since."""

@@ -71,6 +71,6 @@ def test_a_checkpoint_on_request_disturbs_nothing_and_can_be_resumed(
     assert [event.step for event in Reader(saved).events(Checkpoint)] == [5, 12]
     assert losses(saved) == losses(whole)
     assert hash_weights(saved) == hash_weights(whole)
-    preheat.here("train", "r.yaml", "--out", "saved", *more, "--resume", "--checkpoint", "step-5")
+    preheat.here("train", "r.yaml", "--out", "saved", *more, "--resume", "--checkpoint", "5")
     assert losses(saved) == losses(whole)
     assert hash_weights(saved) == hash_weights(whole)
