@@ -135,6 +135,11 @@ def _find_profiled(profile: StepProfile, plan: Plan) -> list[str]:
     if profile.launch_bound is not None and profile.launch_bound >= _NOTABLE:
         causes.append((profile.launch_bound, f"the GPU idles {format_percent(profile.launch_bound)} for launches"))
     usual: list[Part] = []
+    use = profile.machine
+    # Other processes lengthen all parts: their seconds say nothing then.
+    if use is not None and use.alone is False and use.other_cores is not None:
+        named = [text for _, text in sorted(causes, key=lambda cause: -cause[0])]
+        return [*named, f"other processes used {use.other_cores:.1f} of {use.cpus} cores while it was profiled"]
     for part in profile.kinds:
         if part.planned is None or not step:
             continue
@@ -142,8 +147,7 @@ def _find_profiled(profile: StepProfile, plan: Plan) -> list[str]:
         if abs(share) < _NOTABLE:
             usual.append(part)
         else:
-            verb = "more" if share > 0 else "less"
-            causes.append((abs(share), f"{part.name} takes {format_percent(abs(share))} of a planned step {verb}"))
+            causes.append((abs(share), f"{part.name} {format_signed_percent(share)} of the step"))
     named = [text for _, text in sorted(causes, key=lambda cause: -cause[0])[:_MOST_CAUSES]]
     if usual:
         largest = max(usual, key=lambda part: part.seconds)
