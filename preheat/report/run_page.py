@@ -59,6 +59,7 @@ __all__ = [
     "render_environment",
     "render_evaluation",
     "render_fallbacks",
+    "render_gpu_memory",
     "render_recipe",
     "render_samples",
     "render_setup",
@@ -250,13 +251,13 @@ def _render_memory(figures: RunFigures) -> str:
         label = cell(f"{colour_key('ink')}measured peak{apart}")
         rows.append(page.row(label, number_cell(texts[-1]), cell(""), kind="sum"))
     table = page.table(("at the peak", unit, "share"), rows) if rows else ""
-    table += _render_gpu_memory(figures)
+    table += render_gpu_memory(figures)
     left, right = f"{run_charts.draw_memory(figures)}{table}", _render_phases(figures.phases)
     shown = two_columns(f"<div>{left}</div>", f"<div>{right}</div>") if left or right else ""
     return shown + render_fallbacks(figures.events)
 
 
-def _render_gpu_memory(figures: RunFigures) -> str:
+def render_gpu_memory(figures: RunFigures) -> str:
     """Returns a table of predicted and measured GPU memory: allocated, reserved, context."""
     predicted, measured, off = figures.predicted, figures.measured, figures.difference
     parts = [

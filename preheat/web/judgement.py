@@ -26,7 +26,7 @@ _NOTABLE = 0.02
 """Share of a planned step from which a difference is named; smaller ones are within the noise of steps."""
 _SAME = 0.015
 """Relative difference up to which a run is as planned."""
-_SAME_GIB = 0.02
+_SAME_GIB = 4 / 1024
 """GiB up to which a part of the memory is as planned."""
 _MOST_CAUSES = 3
 _IDLE_PERCENT = 80
@@ -90,7 +90,7 @@ def _judge_speed(evidence: Evidence, plan: Plan) -> tuple[str, bool, tuple[str, 
     else:
         head = f"{format_percent(abs(ratio))} {'slower' if ratio < 0 else 'faster'} than planned"
     is_slow = real < plan.tokens_per_second_interval.low
-    causes = _find_causes(evidence, plan)
+    causes = _find_causes(evidence, plan, real)
     interval = _format_interval(plan.tokens_per_second_interval)
     figures = f"{format_grouped(real)} tokens/s, planned {format_grouped(planned)} ({interval} in nine of ten runs)"
     # A profile of a run that is as fast as planned needs no explanation, but a cause may be of interest all the same.
@@ -108,12 +108,16 @@ def _format_interval(interval: Interval) -> str:
     return f"{format_grouped(interval.low)} to {format_grouped(interval.high)}"
 
 
-def _find_causes(evidence: Evidence, plan: Plan) -> list[str]:
+def _find_causes(evidence: Evidence, plan: Plan, real: float) -> list[str]:
     causes = [_describe_fallback(evidence.fallbacks[-1])] if evidence.fallbacks else []
     if evidence.profile is not None:
         causes += _find_profiled(evidence.profile, plan)
-    causes += _find_machine_causes(evidence, plan)
-    return causes[: _MOST_CAUSES + 1]
+    # A profile names the machine's use while it was taken.
+    if evidence.profile is None:
+        causes += _find_machine_causes(evidence, plan)
+    if plan.contended and real > plan.tokens_per_second:
+        causes.append("the machine was busy when its rates were measured, so the plan is too slow")
+    return causes
 
 
 def _describe_fallback(fallback: Fallback) -> str:
@@ -168,8 +172,6 @@ def _find_machine_causes(evidence: Evidence, plan: Plan) -> list[str]:
         busy = _read_gpu_utilization(evidence.system)
         if busy is not None and busy < _IDLE_PERCENT and evidence.is_live:
             causes.append(f"its GPUs are busy {busy:.0f} % of the time")
-    if plan.contended:
-        causes.append("the machine was busy when its rates were measured, so the plan may be too slow")
     return causes
 
 

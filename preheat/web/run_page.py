@@ -287,7 +287,7 @@ def _read_details(run: Path) -> _Details:
     figures = collect(run, with_curves=False)
     plan = Reader(run).plan
     parts = (
-        ("memory", "Memory by phase", _render_memory(plan) + run_page.render_fallbacks(figures.events)),
+        ("memory", "Memory by phase", _render_memory(plan, figures) + run_page.render_fallbacks(figures.events)),
         ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _render_evaluation(figures)),
         ("samples", "Samples", run_page.render_samples(figures.samples)),
         ("techniques", "Techniques", run_page.render_techniques(figures.changes)),
@@ -316,16 +316,17 @@ def _render_evaluation(figures: RunFigures) -> str:
     return run_page.render_evaluation(figures) if figures.evaluation.after is not None else ""
 
 
-def _render_memory(plan: Plan | None) -> str:
+def _render_memory(plan: Plan | None, figures: RunFigures) -> str:
     """Returns a table of the planned peak of each phase by category, as stacked bars, and the measured peak."""
     if plan is None:
         return ""
+    measured = read_number(figures.measured.peak_gib)
     phases = plan.phase_memory or {}
     names = [name for name in CATEGORY_COLOURS if any(name in sizes for sizes in phases.values())]
-    most = max([*plan.phases.values(), 0.0]) or 1.0
-    unit, texts = format_sizes([read_number(size) for size in plan.phases.values()])
+    most = max([*plan.phases.values(), measured or 0.0]) or 1.0
+    unit, texts = format_sizes([*map(read_number, plan.phases.values()), measured])
     rows = []
-    for (phase, _), text in zip(plan.phases.items(), texts, strict=True):
+    for (phase, _), text in zip(plan.phases.items(), texts, strict=False):
         sizes = {name: read_number(phases.get(phase, {}).get(name)) or 0.0 for name in names}
         bars = "".join(
             f'<span style="width: {100 * size / most:.2f}%; background: var(--{CATEGORY_COLOURS[name]})"></span>'
@@ -335,9 +336,14 @@ def _render_memory(plan: Plan | None) -> str:
         rows.append(
             page.named_row(phase, page.number_cell(text), page.cell(f'<span class="stack">{bars}</span>', "track"))
         )
+    if measured is not None:
+        bar = f'<span style="width: {100 * measured / most:.2f}%; background: var(--ink)"></span>'
+        stack = page.cell(f'<span class="stack">{bar}</span>', "track")
+        rows.append(page.row(page.cell("measured peak"), page.number_cell(texts[-1]), stack, kind="sum"))
     legend = "".join(f"<li>{page.colour_key(CATEGORY_COLOURS[name])}{page.escape(name)}</li>" for name in names)
     return (
         page.small(f"Planned; the highest is {plan.peak_phase}.")
         + f'<ul class="keys">{legend}</ul>'
         + page.table(("phase", f"planned peak, {unit}", ""), rows, text=(0, 2))
+        + run_page.render_gpu_memory(figures)
     )
