@@ -53,11 +53,12 @@ _SILENT_S = 20.0
 _MOST_KEPT = 32
 """Runs whose rendered sections stay in memory."""
 _CURVES = {
-    "loss": "Loss",
+    "loss": "Training loss",
+    "validation_loss": "Validation loss",
     "tokens_per_second": "Tokens per second",
     "gradient_norm": "Gradient norm, before clipping",
     "lr": "Learning rate",
-    "memory": "Memory after each step",
+    "memory": "Memory after each step, GiB",
 }
 """Keys of the curves that the page shows at first -> title."""
 _FILES = (
@@ -147,7 +148,7 @@ async def _show(request: Request) -> Response:
     entry = _find(request)
     live, keys = await run_in_threadpool(lambda: (_read_live(entry), list_keys(entry)))
     curves = [(key, title) for key, title in _CURVES.items() if key in keys or key == "loss"]
-    more = [key for key in keys if key not in _CURVES and key != "validation_loss"]
+    more = [key for key in keys if key not in _CURVES]
     return render(request, "run.html", entry=entry, curves=curves, more=more, **_values(live))
 
 

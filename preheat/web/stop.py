@@ -85,11 +85,13 @@ def _find_process(folder: Path) -> tuple[ProcessStatus, psutil.Process]:
     Raises:
         RunError: it is not known, on another machine, or not the one that the run names.
     """
-    status = Reader(folder).status()
+    status, holders = Reader(folder).status(), _find_lock_holders(folder / "lock")
+    if status is None and holders == set():
+        raise RunError(_ENDED)
     if status is None:
         raise RunError(
-            "The run does not say which process writes it: it has ended, is still starting, or another trainer or an "
-            "earlier version of preheat runs it. If it is running, stop it in its terminal with Ctrl-C."
+            "The run does not say which process writes it: it is still starting or ending, or another trainer or an "
+            "earlier version of preheat runs it. Try again soon, or stop it in its terminal with Ctrl-C."
         )
     if status.host != socket.gethostname():
         raise RunError(
@@ -106,7 +108,6 @@ def _find_process(folder: Path) -> tuple[ProcessStatus, psutil.Process]:
         raise RunError(f"Process {status.pid} belongs to another user; only that user can stop it.") from None
     if not is_same:
         raise RunError(f"{_ENDED} Process {status.pid} is another one now.")
-    holders = _find_lock_holders(folder / "lock")
     if holders is not None and status.pid not in holders:
         raise RunError(f"Process {status.pid} does not write this run any more.")
     # The lock proves it. Without a list of locks, the command must be ours; a program that calls preheat.train is not.

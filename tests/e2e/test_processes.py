@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from preheat.core.run_records import Checkpoint, Failed, Resumed, Started
+from preheat.core.run_records import Checkpoint, Failed, RankState, Resumed, Started
 from preheat.run.reader import Reader
 
 from ..fork_server import Fork, command
@@ -134,6 +134,9 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     resumed = preheat.start("train", "r.yaml", *settings, "--out", "two", "--resume", "--json")
     begun = log.read_text().count("\n")
     _until(lambda: log.read_text().count("\n") > begun + 2, resumed)
+    _until(lambda: len(read_ranks(preheat.folder / "two")) == 2, resumed)
+    assert [rank.rank for rank in read_ranks(preheat.folder / "two")] == [0, 1]
+    assert all(rank.line.startswith("preheat/") for rank in read_ranks(preheat.folder / "two"))
     resumed.send_signal(signal.SIGTERM)
     out, error = resumed.communicate(timeout=100)
     assert resumed.returncode == 143, error
@@ -143,6 +146,7 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     assert made["resume"].startswith("preheat train r.yaml --set stop.max_steps=100000 ")
     assert made["resume"].endswith(" --nproc 2 --json --out two --resume")
     assert (preheat.folder / f"two/checkpoints/step-{made['steps']}/manifest.json").exists()
+    assert Reader(preheat.folder / "two").status() is None
 
 
 def signalled_after_the_collective(*arguments: str) -> None:
@@ -203,6 +207,11 @@ def _until(done: Callable[[], bool], process: subprocess.Popen[str] | Fork | Non
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < end, "not in time"
         time.sleep(0.05)
+
+
+def read_ranks(run: Path) -> tuple[RankState, ...]:
+    status = Reader(run).status()
+    return status.ranks if status is not None else ()
 
 
 def _alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-// The page of one run: its buttons follow its state, commands are copied, the axis of all charts is chosen once.
+// The page of one run: its buttons follow its state, its command is copied, and another curve is chosen.
 "use strict";
 (() => {
   const live = document.getElementById("live");
@@ -15,13 +15,11 @@
   let shown = "";
   live.addEventListener("htmx:beforeSwap", (event) => {
     if (event.detail.target !== live) return;
-    const text = event.detail.xhr.responseText;
-    if (event.detail.xhr.status === 200 && (text === shown || live.contains(document.activeElement))) {
-      if (text === shown) event.detail.shouldSwap = false;
-    }
-    shown = text;
+    const { responseText, status } = event.detail.xhr;
+    if (status === 200 && responseText === shown) event.detail.shouldSwap = false;
+    shown = responseText;
     // Its folder was deleted: the answer is a page of its own.
-    if (event.detail.xhr.status === 404) {
+    if (status === 404) {
       live.innerHTML = "";
       const notice = document.createElement("p");
       notice.className = "notice bad";
@@ -46,13 +44,16 @@
     }
   });
 
-  document.getElementById("axis")?.addEventListener("change", (event) => {
-    for (const chart of document.querySelectorAll("figure.chart")) chart.dataset.x = event.target.value;
-  });
   document.getElementById("more")?.addEventListener("change", (event) => {
-    const chart = document.getElementById("another");
-    chart.dataset.key = event.target.value;
-    chart.querySelector("h3").textContent = event.target.value;
-    chart.hidden = !event.target.value;
+    const { value, dataset } = event.target;
+    const place = document.getElementById("another");
+    place.replaceChildren();
+    if (!value) return;
+    const figure = document.createElement("figure");
+    figure.className = "chart";
+    Object.assign(figure.dataset, { runs: dataset.run, key: value, x: "step" });
+    place.append(figure);
+    // Charts are drawn in what htmx loads.
+    figure.dispatchEvent(new CustomEvent("htmx:load", { bubbles: true, detail: { elt: figure } }));
   });
 })();
