@@ -339,8 +339,8 @@ def lock_file(file: IO[Any], *, wait: bool = False) -> None:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a temporary file, syncs it and renames it, so that readers never see half of the text."""
+def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
+    """Writes a temporary file, syncs it unless told otherwise and renames it: readers never see half of the text."""
     # The name and this suffix must fit into the 255 bytes of a file name.
     temporary = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
     try:
@@ -349,7 +349,8 @@ def write_atomic(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             # On disk before the rename: after a power failure, the new name must not lead to an empty file.
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     # Also after Ctrl-C, which is no Exception.
     except BaseException:

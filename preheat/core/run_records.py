@@ -46,7 +46,9 @@ __all__ = [
     "Overflow",
     "Overflows",
     "PartEstimate",
+    "ProcessStatus",
     "Prompt",
+    "RankState",
     "ResultDifference",
     "ResultDifferences",
     "ResultFigures",
@@ -898,3 +900,46 @@ class SystemMetrics(Record):
     step: int
     usage: Omitted[Usage] = None
     figures: Annotated[Mapping[str, float], INLINE] = field(default_factory=dict)
+
+
+# status.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """The activity of a rank.
+
+    Attributes:
+        step: the step in progress, from 1.
+        phase: name of a `Phase`.
+        since: time at which the phase began.
+        time: of this record; an old one means that the process is stopped or its host is gone.
+        line: file and line of preheat that its main thread is in; "" in a run of one process.
+    """
+
+    rank: Count
+    step: Count
+    phase: str
+    since: Time
+    time: Time
+    line: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStatus(Record):
+    """The process that writes a run, and the activity of all ranks.
+
+    Attributes:
+        time: of this record.
+        host, pid: of the process.
+        started: time at which the process started: another process may get the pid later.
+        stopping: the signal that ends the session after the step.
+        ranks: those that have published their state.
+    """
+
+    time: Time
+    host: str
+    pid: Count
+    started: Time
+    stopping: Omitted[str] = None
+    ranks: tuple[RankState, ...] = ()

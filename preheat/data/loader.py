@@ -448,7 +448,7 @@ def _block_signals() -> Iterator[None]:
     if sys.platform == "win32":  # Ctrl-C is the only one there
         yield
         return
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOOPBACK",
+    "catches_signal",
     "is_single_host",
     "end_with_parent",
     "describe_exit",
@@ -65,6 +66,16 @@ def end_with_parent(parent: int) -> None:
         # The parent may have ended before the call, and then no signal comes.
         if os.getppid() != parent:
             os._exit(1)
+
+
+def catches_signal(pid: int, number: signal.Signals) -> bool | None:
+    """Returns True if a process has a handler for a signal, whose default action could end it; None: unknown."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), None)
+    except OSError:  # not Linux, or the process has ended
+        return None
+    return None if caught is None else bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def describe_exit(code: int) -> str:

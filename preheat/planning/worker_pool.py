@@ -159,6 +159,7 @@ def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoRetur
     for number in (
         *handled_signals(),
         signal.SIGUSR1,
+        signal.SIGUSR2,
     ):
         signal.signal(number, signal.SIG_IGN)
     # Signals are ignored, so a killed parent must take its workers with it.

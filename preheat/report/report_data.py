@@ -237,8 +237,12 @@ class RunFigures:
     verdict: str
 
 
-def collect(path: str | Path) -> RunFigures:
+def collect(path: str | Path, *, with_curves: bool = True) -> RunFigures:
     """Reads a run and computes the figures of its report. Losses that are not finite are NaN.
+
+    Args:
+        with_curves: reads the metrics of all steps and evaluations. Without them, which a long run has a million of,
+            figures that follow from them are empty, and the usage is that of the newest sample.
 
     Raises:
         RunError: the folder holds no run. Damaged files of a run are skipped and listed in `damaged`.
@@ -247,10 +251,12 @@ def collect(path: str | Path) -> RunFigures:
 
     run = Reader(path)
     plan, environment, evaluation, changes = run.plan, run.environment, run.evaluation, run.changes
-    metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
+    events, samples = run.events(), run.samples()
+    metrics, evaluations = (run.metrics(), run.evaluations()) if with_curves else ([], [])
     recipe, recipe_text = run.read_raw_recipe()
     predicted, measured = Predictions.of(plan), _build_measured(events)
-    state, usage = _find_state(events, metrics, plan), run.usage()
+    state = _find_state(events, metrics, plan)
+    usage = run.usage() if with_curves else next((s.usage for s in reversed(run.newest_system()) if s.usage), None)
     # Energy and cost are predicted for the whole run.
     difference = _compute_differences(predicted, measured, usage if state.kind == "finished" else None)
     event = next((event for event in reversed(events) if isinstance(event, Baseline)), None)

@@ -54,7 +54,19 @@ from preheat.report.report_data import RunFigures, collect
 from preheat.run.layout import MARK, PROFILE
 from preheat.sanitize import format_three_digits
 
-__all__ = ["describe_event", "render", "write"]
+__all__ = [
+    "describe_event",
+    "render",
+    "render_environment",
+    "render_evaluation",
+    "render_fallbacks",
+    "render_gpu_memory",
+    "render_recipe",
+    "render_samples",
+    "render_setup",
+    "render_techniques",
+    "write",
+]
 
 
 def write(run: str | Path) -> Path:
@@ -97,14 +109,14 @@ def render(figures: RunFigures) -> str:
     sections = (
         ("loss", "Loss", run_charts.draw_losses(figures)),
         ("loss-by-source", "Loss by source", two_columns(*run_charts.draw_losses_by_source(figures))),
-        ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _render_evaluation(figures)),
+        ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", render_evaluation(figures)),
         ("over-time", "Over the run", two_columns(*run_charts.draw_over_time(figures))),
         ("memory", "Memory, predicted and measured", _render_memory(figures)),
-        ("techniques", "Techniques", _render_techniques(figures.changes)),
-        ("samples", "Samples", _render_samples(figures.samples)),
+        ("techniques", "Techniques", render_techniques(figures.changes)),
+        ("samples", "Samples", render_samples(figures.samples)),
         ("timeline", "Timeline", _render_timeline(figures.events)),
-        ("environment", "Environment", _render_environment(figures.environment)),
-        ("recipe", "Recipe", _render_recipe(figures)),
+        ("environment", "Environment", render_environment(figures.environment)),
+        ("recipe", "Recipe", render_recipe(figures)),
     )
     body = "".join(page.section(*parts) for parts in sections)
     footer = (
@@ -113,7 +125,7 @@ def render(figures: RunFigures) -> str:
     )
     return page.document(
         f"{figures.title} · preheat report",
-        f"{_render_header(figures)}\n{_render_tiles(figures)}\n{_render_setup(figures.setup)}\n{body}<footer>{footer}</footer>",
+        f"{_render_header(figures)}\n{_render_tiles(figures)}\n{render_setup(figures.setup)}\n{body}<footer>{footer}</footer>",
     )
 
 
@@ -128,7 +140,7 @@ def _render_header(figures: RunFigures) -> str:
     return page.header(f"preheat report · {_WORD[state.kind]}", figures.title, figures.verdict, notices)
 
 
-def _render_setup(rows: Sequence[tuple[str, str]]) -> str:
+def render_setup(rows: Sequence[tuple[str, str]]) -> str:
     """Returns the settings of the recipe for the head of the page."""
     shown = "".join(f"<div><dt>{escape(what)}</dt><dd>{join_units(text)}</dd></div>" for what, text in rows)
     return f'<dl class="setup" id="setup">{shown}</dl>' if rows else ""
@@ -240,13 +252,13 @@ def _render_memory(figures: RunFigures) -> str:
         label = cell(f"{colour_key('ink')}measured peak{apart}")
         rows.append(page.row(label, number_cell(texts[-1]), cell(""), kind="sum"))
     table = page.table(("at the peak", unit, "share"), rows) if rows else ""
-    table += _render_gpu_memory(figures)
+    table += render_gpu_memory(figures)
     left, right = f"{run_charts.draw_memory(figures)}{table}", _render_phases(figures.phases)
     shown = two_columns(f"<div>{left}</div>", f"<div>{right}</div>") if left or right else ""
-    return shown + _render_fallbacks(figures.events)
+    return shown + render_fallbacks(figures.events)
 
 
-def _render_gpu_memory(figures: RunFigures) -> str:
+def render_gpu_memory(figures: RunFigures) -> str:
     """Returns a table of predicted and measured GPU memory: allocated, reserved, context."""
     predicted, measured, off = figures.predicted, figures.measured, figures.difference
     parts = [
@@ -271,7 +283,7 @@ def _render_gpu_memory(figures: RunFigures) -> str:
     return page.table(("at the most", f"predicted, {unit}", "measured", "difference"), rows) if rows else ""
 
 
-def _render_fallbacks(events: Sequence[Event]) -> str:
+def render_fallbacks(events: Sequence[Event]) -> str:
     """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
     fallbacks = [event for event in events if isinstance(event, Fallback)]
     if not fallbacks:
@@ -312,7 +324,8 @@ def _render_phases(phases: Mapping[str, float] | None) -> str:
     )
 
 
-def _render_evaluation(figures: RunFigures) -> str:
+def render_evaluation(figures: RunFigures) -> str:
+    """Returns a table of the newest evaluation beside the one before training, with intervals, and its charts."""
     evaluation = figures.evaluation
     after, before = evaluation.after or Results(), evaluation.before or Results()
     difference, compared = evaluation.difference or ResultDifferences(), evaluation.before is not None
@@ -358,7 +371,8 @@ def _wrap_interval(text: str) -> str:
     return figure + (f' <span class="interval">[{interval}</span>' if interval else "")
 
 
-def _render_techniques(changes: Mapping[str, Sequence[Change]]) -> str:
+def render_techniques(changes: Mapping[str, Sequence[Change]]) -> str:
+    """Returns a table of what each technique changed."""
     rows = []
     for name, entries in changes.items():
         rows.append(page.group_row(name, 2))
@@ -370,7 +384,8 @@ def _render_techniques(changes: Mapping[str, Sequence[Change]]) -> str:
     return page.table(("what it changed", "count"), rows) if rows else ""
 
 
-def _render_samples(samples: Sequence[SampleTexts]) -> str:
+def render_samples(samples: Sequence[SampleTexts]) -> str:
+    """Returns the generated texts, those before training beside the newest."""
     if not samples:
         return ""
     shown = []
@@ -516,7 +531,8 @@ def _group_events(events: Sequence[Event]) -> list[list[Event]]:
 _ENVIRONMENT: dict[str, tuple[str, Callable[[object], str]]] = {"memory_gib": ("memory", format_gib)}
 
 
-def _render_environment(environment: Environment) -> str:
+def render_environment(environment: Environment) -> str:
+    """Returns a table of the machine, versions and command of a run's last session."""
     recorded = to_plain_data(environment)
     # Plain values first, then each nested mapping under its name.
     rows = [_render_row(k, v) for k, v in recorded.items() if not isinstance(v, dict)]
@@ -534,7 +550,8 @@ def _render_row(key: str, recorded: object) -> str:
     return page.named_row(label, text_cell(write(recorded)))
 
 
-def _render_recipe(figures: RunFigures) -> str:
+def render_recipe(figures: RunFigures) -> str:
+    """Returns the command that repeats a run, and its recipe."""
     return (
         f'<p class="again small">Runs it again:<code>{escape(figures.again)}</code></p>'
         "<details><summary>The recipe, with every default written out</summary>"

@@ -10,6 +10,8 @@ data.json         `DataRecord`: source, layout and counts of the data
 metrics.jsonl     one line per step (`StepMetrics`) and one per evaluation (`EvaluationMetrics`)
 system.jsonl      one line per 10 s (`SystemMetrics`): what the process, its machine and its GPUs use, and the `Usage`
                   of the run so far; the last line of a session has its end
+status.json       `ProcessStatus`, written every 5 s and removed at the end of a session: the process that writes the
+                  run, and what each rank does
 before.json       `StoredResults`: the evaluation before the first step, row by row
 evaluation.json   `Evaluation`: the newest evaluation
 events.jsonl      one line per `Event`
@@ -38,10 +40,12 @@ from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
 from preheat.sanitize import shorten
 
-__all__ = ["MARK", "MEMORY_KEYS", "PROFILE", "Mark", "abbreviate", "claim_folder", "read_mark"]
+__all__ = ["MARK", "MEMORY_KEYS", "PROFILE", "STATUS", "Mark", "abbreviate", "claim_folder", "read_mark"]
 
 MARK = "preheat.json"
 """The file that marks a folder as written by preheat."""
+STATUS = "status.json"
+"""The file of a `ProcessStatus`."""
 PROFILE = "profile"
 """The folder of a run that holds the profile of its steps."""
 

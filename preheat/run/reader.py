@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from preheat.core.run_records import (
     Finished,
     Measured,
     OtherEvent,
+    ProcessStatus,
     Resumed,
     SampleEvent,
     SampleTexts,
@@ -32,7 +35,7 @@ from preheat.core.run_records import (
 from preheat.core.slots import Change
 from preheat.errors import PreheatError, RunError
 from preheat.files import BadJson, parse_json, read_bytes, read_intact, read_record, read_value
-from preheat.run.layout import MARK, abbreviate, read_mark
+from preheat.run.layout import MARK, STATUS, abbreviate, read_mark
 from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
@@ -183,6 +186,8 @@ def _read_tasks(tasks: object) -> dict[str, dict[str, float]] | None:
     return by_task
 
 
+_TAIL = 16 << 10
+"""Bytes at the end of system.jsonl: dozens of samples."""
 _LINE = 16 << 20
 """Maximum length of a line in bytes."""
 
@@ -432,6 +437,35 @@ class Reader:
         for line in self._read_lines("system.jsonl", read_system):
             usage = line.usage or usage
         return usage
+
+    def status(self) -> ProcessStatus | None:
+        """Returns the process that writes the run, as last recorded; None if a session ended, or the file is damaged.
+
+        The status of a process that was killed stays.
+        """
+        try:
+            return read_record(ProcessStatus, parse_json((self.path / STATUS).read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            self.damaged[STATUS] = f"left out: {shorten(str(error), 160)}"
+            return None
+
+    def newest_system(self) -> list[SystemMetrics]:
+        """Returns the newest intact samples of the machine, from the last 16 KiB of a file that may be long."""
+        try:
+            with (self.path / "system.jsonl").open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - _TAIL))
+                lines = file.read(_TAIL).split(b"\n")
+        except OSError:
+            return []
+        samples = []
+        # Without the first, of which the beginning may be cut off, and the last, which may be half written.
+        for line in lines[end > _TAIL : -1]:
+            with contextlib.suppress(ValueError):
+                samples.append(read_system(line))
+        return samples
 
     def finished(self) -> Finished | None:
         """Returns the event that ended the run, or None if it has not ended or was resumed since."""

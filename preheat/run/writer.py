@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from preheat.core.run_records import EvaluationMetrics, Event, StepMetrics, SystemMetrics, Usage
+from preheat.core.run_records import EvaluationMetrics, Event, ProcessStatus, StepMetrics, SystemMetrics, Usage
 from preheat.errors import RunError
 from preheat.files import lock_file, to_json, write_atomic
-from preheat.run.layout import MARK, Mark, abbreviate, read_mark
+from preheat.run.layout import MARK, STATUS, Mark, abbreviate, read_mark
 from preheat.run.reader import Reader
 
 __all__ = ["Silent", "Writer", "append_event", "check_folder"]
@@ -251,6 +251,20 @@ class Writer:
     def write_system(self, step: int, figures: Mapping[str, float], usage: Usage) -> None:
         """Writes what the machine uses at present, and what the run has used so far."""
         self._append("system.jsonl", SystemMetrics(time=time.time(), step=step, usage=usage, figures=figures))
+
+    def write_status(self, status: ProcessStatus) -> None:
+        """Writes what the processes of the run do at present.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        # Not synced: after a power failure nobody needs it, and the disk is busy with checkpoints.
+        write_atomic(self.path / STATUS, to_json(status, indent=1) + "\n", sync=False)
+
+    def remove_status(self) -> None:
+        """Removes the status: no process writes the run any more."""
+        with contextlib.suppress(OSError):
+            (self.path / STATUS).unlink()
 
     def write_event(self, event: Event) -> None:
         """Writes an event with the present time."""

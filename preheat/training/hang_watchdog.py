@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypedDict
 
 from preheat.core import Phase
+from preheat.core.run_records import RankState
 from preheat.training.process_group import Ranks
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class HangWatchdog:
         self._progress: tuple[int, Phase, float] = (0, Phase.STARTING, time.time())
         self._over = threading.Event()
         self._reported = False
+        self._states: tuple[RankState, ...] = ()
         self._thread: threading.Thread | None = None
         if ranks.world > 1:
             assert ranks.store is not None, "several processes have a store"
@@ -71,6 +73,13 @@ class HangWatchdog:
     def phase(self) -> Phase:
         """The phase recorded last."""
         return self._progress[1]
+
+    def list_states(self) -> tuple[RankState, ...]:
+        """Returns what each rank does; on rank 0, as last published."""
+        if self.ranks.world > 1:
+            return self._states
+        step, phase, since = self._progress
+        return (RankState(rank=0, step=step, phase=phase, since=since, time=time.time()),)
 
     def close(self) -> None:
         self._over.set()
@@ -90,6 +99,19 @@ class HangWatchdog:
                     "line": self._find_line(),
                 }
                 self.store.set(f"stands/{self.ranks.rank}", json.dumps(status))
+                if self.ranks.lead:
+                    self._states = tuple(
+                        RankState(
+                            rank=rank,
+                            step=status["step"],
+                            phase=status["phase"],
+                            since=status["since"],
+                            time=status["now"],
+                            line=status["line"],
+                        )
+                        for rank, status in enumerate(self._read_statuses())
+                        if status is not None
+                    )
                 # Publishes first: the report below reads this rank's own status from the store, too.
                 if time.time() - since > self.patience and not self._reported:
                     self._reported = True
@@ -110,12 +132,17 @@ class HangWatchdog:
             frame = frame.f_back
         return "outside preheat"
 
+    def _read_statuses(self) -> list[RankStatus | None]:
+        """Returns the last status of each rank; None: it has published none yet."""
+        keys = [f"stands/{rank}" for rank in range(self.ranks.world)]
+        # At once, if all are there: thousands of ranks would take as many round trips.
+        if self.store.check(keys):
+            return [json.loads(status) for status in self.store.multi_get(keys)]
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+
     def _report(self) -> None:
         """Prints the last status of every rank, if this is the lowest rank that still answers."""
-        keys = [f"stands/{rank}" for rank in range(self.ranks.world)]
-        statuses: list[RankStatus | None] = [
-            json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys
-        ]
+        statuses = self._read_statuses()
         now = time.time()
         # Three intervals without a status: one may be late on a busy host. Clocks of hosts are assumed to agree.
         alive = [status is not None and now - status["now"] < 3 * self.interval for status in statuses]

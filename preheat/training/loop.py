@@ -46,7 +46,7 @@ from preheat.training.observer import Logged, Watch
 from preheat.training.recovery.oom import Recovery
 from preheat.training.resume import Looked, early_stopping
 from preheat.training.session import Finished, Session, open_session
-from preheat.training.signals import Signals
+from preheat.training.signals import SAVE, Signals
 from preheat.training.spikes import HISTORY, Range, Spike, SpikeDetector, advance
 from preheat.training.system_monitor import SystemMonitor
 from preheat.training.throughput import ThroughputMeter
@@ -164,7 +164,15 @@ def _train(
     watchdog = HangWatchdog(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
     usage = open_usage_meter(session) if session.ranks.lead else None
     loop = _Loop(session, watch, watchdog, profile, usage)
-    monitor = SystemMonitor(session.writer, lambda: session.progress.step, usage) if usage else None
+    monitor = None
+    if usage is not None:
+        monitor = SystemMonitor(
+            session.writer,
+            lambda: session.progress.step,
+            usage,
+            ranks=watchdog.list_states,
+            stopping=lambda: loop.signals.received,
+        )
     followers = Followers(session.writer.path, recipe.tracking, watch.notice) if session.ranks.lead else None
     try:
         summary = loop.run()
@@ -255,6 +263,7 @@ class _Loop:
         self.stopped: str | None = None  # the signal that ends the run
         self.tried = False  # whether this session has evaluated
         self.out_of_time = False  # whether some rank has reached stop.hours
+        self.save_now = False  # whether a signal to some rank asks for a checkpoint of the current step
         self.ahead: list[Batch] | Exception | None = None  # the prefetched batch, or the error of reading it
         # What the evaluations up to the current step say about the best checkpoint and stopping early. All ranks have
         # the same, so that they save and stop together.
@@ -457,9 +466,14 @@ class _Loop:
             self._update_best()
         self.last_eval_step = step
         save_due = save_due or (self._keeps_best and step > 0 and self.verdict.step == step)
+        if self.save_now and step > 0 and not self._is_finished():
+            save_due = True
+            if self.session.ranks.lead:
+                self.watch.notice(f"{SAVE}: saving step {step:,}")
         # The evaluation above may have saved this step, and recovery may have given its checkpoint up.
         if save_due and step not in (self.session.saving.last_step, self.recovery.skipped_saves):
             self._save()
+        self.save_now = False
 
     def _is_finished(self) -> bool:
         total = self.session.total
@@ -520,8 +534,9 @@ class _Loop:
         late = self._is_late(time.perf_counter() - start)
         # 3. Read the results. Stop requests and time limits travel in the same collective, so that all ranks leave the
         # loop at the same step: a rank that left alone would hang the others.
-        total, metrics, weight, (norm, finite, scale), (some_stopped, some_late) = read_step_stats(
-            self.build, loss, torch.stack([*stats, loss_scale]), (self.signals.received is not None, late)
+        flags = (self.signals.received is not None, late, self.signals.save_requested)
+        total, metrics, weight, (norm, finite, scale), (some_stopped, some_late, some_save) = read_step_stats(
+            self.build, loss, torch.stack([*stats, loss_scale]), flags
         )
         # A signal that arrives after the collective counts in the next step if there are other processes: they do not
         # know of it. Only a single process may act on what it alone knows, here and on its clock in `_is_finished`.
@@ -529,6 +544,9 @@ class _Loop:
         if some_stopped or alone:
             self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
         self.out_of_time = some_late and not alone
+        # Cleared once all ranks know: an error before this line keeps the request for the next step.
+        if some_save:
+            self.save_now, self.signals.save_requested = True, False
         # `weight` is the number of trained tokens (or examples) of the global batch: 0 if all its labels are masked.
         mean = total / max(weight, 1)
         # fp16 loss scaling: an overflow of scaled gradients is expected at times, and the update changed no weights.

@@ -1,4 +1,5 @@
 """Signal handling: the first SIGTERM, SIGINT, SIGHUP or SIGUSR1 saves and ends after the step, the second at once.
+SIGUSR2 saves a checkpoint after the step, and training continues.
 
 A batch job sends SIGUSR1 to its training processes only: torchrun, if it gets SIGTERM, kills them after its own
 timeout.
@@ -17,8 +18,10 @@ from types import FrameType
 
 from preheat.hardware.interrupts import Interrupted, end_at_once, handled_signals
 
-__all__ = ["Signals", "is_under_agent"]
+__all__ = ["SAVE", "Signals", "is_under_agent"]
 
+SAVE = "SIGUSR2"
+"""The signal that asks for a checkpoint. Windows has none, and does not train."""
 _TWICE = 5.0
 """Seconds within which a repeated signal counts once under torchrun: a signal to the whole job arrives twice, directly
 and forwarded by torchrun."""
@@ -33,11 +36,12 @@ class Signals:
     """Context manager that stores the first signal in `received`; the same signal again ends the process at once.
 
     Other signals are ignored after the first: a launcher may forward, as SIGTERM, the SIGINT that the terminal already
-    sent to all processes.
+    sent to all processes. `SAVE` is apart from them: it sets `save_requested`, which the reader clears.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.save_requested = False
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._raises = False
         self._first = 0.0
@@ -48,6 +52,9 @@ class Signals:
             # end the run.
             for number in {*handled_signals(), *([] if sys.platform == "win32" else [signal.SIGUSR1])}:
                 self._before[number] = signal.signal(number, self._handle)
+            if sys.platform != "win32":
+                number = signal.Signals[SAVE]
+                self._before[number] = signal.signal(number, self._request_save)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -70,6 +77,9 @@ class Signals:
         finally:
             # Also after an exception: from here on, signals are only noted and the step completes.
             self._raises = False
+
+    def _request_save(self, number: int, frame: FrameType | None) -> None:
+        self.save_requested = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

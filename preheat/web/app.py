@@ -14,7 +14,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
-from preheat.web import api_page, events, runs_page
+from preheat.web import api_page, events, run_page, runs_page
 from preheat.web.catalogue import Catalogue
 from preheat.web.security import Guard
 from preheat.web.settings import Settings, State
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-PAGES = (runs_page, api_page, events)
+PAGES = (runs_page, run_page, api_page, events)
 """Modules of pages; each has `routes()`."""
 
 

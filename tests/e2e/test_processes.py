@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from preheat.core.run_records import Failed, Resumed, Started
+from preheat.core.run_records import Checkpoint, Failed, RankState, Resumed, Started
 from preheat.run.reader import Reader
 
 from ..fork_server import Fork, command
@@ -134,6 +134,9 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     resumed = preheat.start("train", "r.yaml", *settings, "--out", "two", "--resume", "--json")
     begun = log.read_text().count("\n")
     _until(lambda: log.read_text().count("\n") > begun + 2, resumed)
+    _until(lambda: len(read_ranks(preheat.folder / "two")) == 2, resumed)
+    assert [rank.rank for rank in read_ranks(preheat.folder / "two")] == [0, 1]
+    assert all(rank.line.startswith("preheat/") for rank in read_ranks(preheat.folder / "two"))
     resumed.send_signal(signal.SIGTERM)
     out, error = resumed.communicate(timeout=100)
     assert resumed.returncode == 143, error
@@ -143,6 +146,7 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     assert made["resume"].startswith("preheat train r.yaml --set stop.max_steps=100000 ")
     assert made["resume"].endswith(" --nproc 2 --json --out two --resume")
     assert (preheat.folder / f"two/checkpoints/step-{made['steps']}/manifest.json").exists()
+    assert Reader(preheat.folder / "two").status() is None
 
 
 def signalled_after_the_collective(*arguments: str) -> None:
@@ -171,12 +175,43 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(preheat: Command) 
     assert json.loads(out)["steps"] == len(losses(preheat.folder / "two")) == 4
 
 
+def asked_to_save_after_the_collective(*arguments: str) -> None:
+    """`preheat`, but rank 0 gets SIGUSR2 in step 3, after the message that tells the other ranks of it."""
+    from preheat.training import loop
+
+    def read(*step: Any) -> Any:
+        numbers = read_step_stats(*step)
+        steps.append(numbers)
+        if os.environ.get("RANK") == "0" and len(steps) == 3:
+            signal.raise_signal(signal.SIGUSR2)
+        return numbers
+
+    steps: list[Any] = []
+    read_step_stats = loop.read_step_stats
+    with mock.patch.object(loop, "read_step_stats", read):
+        command(*arguments)
+
+
+def test_all_ranks_save_when_one_is_asked_to(preheat: Command) -> None:
+    function = f"{__name__}:{asked_to_save_after_the_collective.__name__}"
+    arguments = ("train", "r.yaml", "--set", "techniques={fsdp: {}}", "--set", "checkpoint.every=0", "--nproc", "2")
+    run = preheat.start(*arguments, "--set", "stop.max_steps=8", "--out", "two", "--json", function=function)
+    _, error = run.communicate(timeout=100)
+    assert run.returncode == 0, error
+    assert [event.step for event in Reader(preheat.folder / "two").events(Checkpoint)] == [4, 8]
+
+
 def _until(done: Callable[[], bool], process: subprocess.Popen[str] | Fork | None, seconds: float = 250) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < end, "not in time"
         time.sleep(0.05)
+
+
+def read_ranks(run: Path) -> tuple[RankState, ...]:
+    status = Reader(run).status()
+    return status.ranks if status is not None else ()
 
 
 def _alive(pid: int) -> bool:

@@ -22,6 +22,7 @@ from preheat.errors import RunError
 from preheat.files import parse_json
 from preheat.hardware.child_processes import (
     LOOPBACK,
+    catches_signal,
     create_local_store,
     describe_exit,
     listen,
@@ -31,7 +32,7 @@ from preheat.hardware.child_processes import (
 from preheat.hardware.interrupts import Interrupted
 from preheat.hardware.probe import count_cores
 from preheat.training.process_group import BACKEND
-from preheat.training.signals import Signals
+from preheat.training.signals import SAVE, Signals
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -166,6 +167,10 @@ class _Launched:
                 forwarded = True
                 for process in alive:
                     process.send_signal(signal.Signals[self.signals.received])
+            # To rank 0, which tells the others, once its handler is there: the signal would end a process without one.
+            if self.signals.save_requested and catches_signal(self.started[0].pid, signal.Signals[SAVE]) is not False:
+                self.signals.save_requested = False
+                self.started[0].send_signal(signal.Signals[SAVE])
             if failed is None and (failed := self._find_failed_rank()) is not None:
                 deadline = time.monotonic() + self.patience
                 # Recorded before they are terminated: these are the ranks that the failed one may have waited for.

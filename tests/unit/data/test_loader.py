@@ -182,7 +182,7 @@ def test_what_a_terminal_sends_to_all_its_processes_does_not_end_readers(rows):
     server = int(
         subprocess.run(["ps", "-o", "ppid=", str(child.pid)], capture_output=True, text=True, check=True).stdout
     )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(child.pid, number)
         os.kill(server, number)
     time.sleep(0.3)

@@ -1,0 +1,350 @@
+"""The page of one run, live: its state and judgement, curves, memory, events, ranks and texts, and its buttons.
+
+What changes with each step comes from the index of runs. The sections of the report that read whole files are rendered
+once, and again when one of these files changes.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from preheat.core.run_records import Fallback
+from preheat.core.step_profile import StepProfile
+from preheat.errors import RunError
+from preheat.files import parse_json, read_bytes, read_record
+from preheat.report import page, run_page
+from preheat.report.formatting import format_sizes, read_number
+from preheat.report.report_data import collect
+from preheat.report.run_charts import CATEGORY_COLOURS
+from preheat.run.layout import PROFILE
+from preheat.run.reader import Reader
+from preheat.web.index import list_keys, read_marks, summarize
+from preheat.web.judgement import Evidence, Judgement, judge
+from preheat.web.settings import state_of
+from preheat.web.stop import explain_unreachable, send_request
+from preheat.web.templating import render
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from preheat.core.plan import Plan
+    from preheat.core.run_records import ProcessStatus
+    from preheat.report.report_data import RunFigures
+    from preheat.web.catalogue import RunEntry
+    from preheat.web.index import Mark, RunSummary
+
+__all__ = ["routes"]
+
+_MOST_EVENTS = 200
+"""Events in the list; charts mark them all."""
+_SILENT_S = 20.0
+"""Seconds without a status after which a rank counts as silent; it publishes one every 5 s."""
+_MOST_KEPT = 32
+"""Runs whose rendered sections stay in memory."""
+_CURVES = {
+    "loss": "Training loss",
+    "validation_loss": "Validation loss",
+    "tokens_per_second": "Tokens per second",
+    "gradient_norm": "Gradient norm, before clipping",
+    "lr": "Learning rate",
+    "memory": "Memory after each step, GiB",
+}
+"""Keys of the curves that the page shows at first -> title."""
+_FILES = (
+    "events.jsonl",
+    "evaluation.json",
+    "plan.json",
+    "changes.json",
+    "environment.json",
+    "recipe.yaml",
+    "data.json",
+)
+"""Files from which the sections of `_Details` are rendered."""
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/runs/{id}", _show),
+        Route("/runs/{id}/live", _show_live),
+        Route("/runs/{id}/timeline", _show_timeline),
+        Route("/runs/{id}/details", _show_details),
+        Route("/runs/{id}/stop", _stop, methods=["POST"]),
+        Route("/runs/{id}/save", _save, methods=["POST"]),
+    ]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A row of the table of ranks."""
+
+    rank: int
+    step: int
+    phase: str
+    seconds: float
+    line: str
+    is_silent: bool
+
+
+@dataclass(frozen=True)
+class _Live:
+    """The part of the page that changes with each step.
+
+    Attributes:
+        unreachable: the reason why the run cannot be stopped from here; None: it can.
+        resume: the command that resumes it; "" while it runs, and once it has finished.
+    """
+
+    run: RunSummary
+    judgement: Judgement
+    ranks: Sequence[_Rank]
+    unreachable: str | None
+    resume: str
+    share: float | None
+
+
+@dataclass(frozen=True)
+class _EventRow:
+    """Events of one kind in a row of the list."""
+
+    time: float | None
+    kind: str
+    step: int | None
+    text: str
+    is_bad: bool
+
+
+@dataclass(frozen=True)
+class _Section:
+    name: str
+    title: str
+    content: Markup
+
+
+@dataclass(frozen=True)
+class _Details:
+    """The sections that follow from whole files, and the sizes and times of these files."""
+
+    signature: tuple[tuple[int, int], ...]
+    setup: Markup
+    sections: Sequence[_Section]
+    damaged: Sequence[str]
+
+
+_details: dict[Path, _Details] = {}
+
+
+async def _show(request: Request) -> Response:
+    entry = _find(request)
+    live, keys = await run_in_threadpool(lambda: (_read_live(entry), list_keys(entry)))
+    curves = [(key, title) for key, title in _CURVES.items() if key in keys or key == "loss"]
+    more = [key for key in keys if key not in _CURVES]
+    return render(request, "run.html", entry=entry, curves=curves, more=more, **_values(live))
+
+
+async def _show_live(request: Request) -> Response:
+    entry = _find(request)
+    return render(request, "_run_live.html", entry=entry, **_values(await run_in_threadpool(_read_live, entry)))
+
+
+def _values(live: _Live) -> dict[str, Any]:
+    return dict(vars(live))
+
+
+async def _show_timeline(request: Request) -> Response:
+    entry = _find(request)
+    rows = await run_in_threadpool(lambda: _group_marks(read_marks(entry)))
+    left_out = max(0, len(rows) - _MOST_EVENTS)
+    begin = next((row.time for row in rows if row.time is not None), None)
+    return render(request, "_run_timeline.html", rows=rows[-_MOST_EVENTS:][::-1], begin=begin, left_out=left_out)
+
+
+async def _show_details(request: Request) -> Response:
+    entry = _find(request)
+    details = await run_in_threadpool(_read_details, entry.path)
+    return render(request, "_run_details.html", details=details)
+
+
+async def _stop(request: Request) -> Response:
+    return await _request(request, "stop")
+
+
+async def _save(request: Request) -> Response:
+    return await _request(request, "save")
+
+
+async def _request(request: Request, what: str) -> Response:
+    entry = _find(request)
+    try:
+        message, is_bad = await run_in_threadpool(send_request, entry.path, "stop" if what == "stop" else "save"), False
+    except RunError as error:
+        message, is_bad = str(error), True
+    return render(request, "_run_message.html", message=message, is_bad=is_bad)
+
+
+def _find(request: Request) -> RunEntry:
+    return state_of(request).catalogue.find(request.path_params["id"])
+
+
+def _read_live(entry: RunEntry) -> _Live:
+    try:
+        run = summarize(entry)
+        reader = Reader(entry.path)
+        status = reader.status()
+        is_live = run.state == "running"
+        judgement = judge(_collect_evidence(reader, run, is_live=is_live))
+        unreachable = explain_unreachable(entry.path) if is_live else None
+    except FileNotFoundError:  # deleted while it was read
+        raise HTTPException(
+            404, "This run does not exist any more: its folder was deleted, moved or renamed."
+        ) from None
+    share = min(1.0, run.step / run.steps) if run.step is not None and run.steps else None
+    resume = "" if run.state in ("running", "finished", "elsewhere") else _build_resume_command(reader)
+    return _Live(run, judgement, _list_ranks(status, time.time()), unreachable, resume, share)
+
+
+def _collect_evidence(reader: Reader, run: RunSummary, *, is_live: bool) -> Evidence:
+    measured = reader.measured()
+    return Evidence(
+        plan=reader.plan,
+        tokens_per_second=run.tokens_per_second,
+        measured=measured if measured.time is not None else None,
+        profile=_read_profile(reader.path),
+        fallbacks=[event for event in reader.events(Fallback) if event.changed],
+        system=reader.newest_system()[-6:],
+        is_live=is_live,
+    )
+
+
+def _read_profile(run: Path) -> StepProfile | None:
+    """Returns the profile of a run; None without an intact one, which the report's page of it explains."""
+    try:
+        return read_record(StepProfile, parse_json(read_bytes(run / PROFILE / "profile.json")))
+    except (ValueError, OSError):
+        return None
+
+
+def _list_ranks(status: ProcessStatus | None, now: float) -> list[_Rank]:
+    if status is None:
+        return []
+    return [
+        _Rank(
+            state.rank,
+            state.step,
+            state.phase,
+            max(0.0, state.time - state.since),
+            state.line,
+            is_silent=now - state.time > _SILENT_S,
+        )
+        for state in status.ranks
+    ]
+
+
+def _build_resume_command(reader: Reader) -> str:
+    """Returns the shell command that resumes a run with its own recipe."""
+    environment = reader.environment
+    words = ["preheat", "train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
+    if (processes := environment.processes or 1) > 1:
+        words += ["--nproc", str(processes)]
+    if "--trust-remote-code" in (environment.command or "").split():
+        words.append("--trust-remote-code")
+    return shlex.join(words)
+
+
+def _group_marks(marks: Sequence[Mark]) -> list[_EventRow]:
+    """Joins four and more checkpoints or skipped steps in a row: they would bury all other events."""
+    groups: list[list[Mark]] = []
+    for mark in marks:
+        if groups and mark.kind in ("checkpoint", "overflow") and groups[-1][0].kind == mark.kind:
+            groups[-1].append(mark)
+        else:
+            groups.append([mark])
+    rows = []
+    for group in groups:
+        if len(group) < 4:
+            rows += [_EventRow(mark.time, mark.kind, mark.step, mark.text, mark.is_bad) for mark in group]
+            continue
+        first, last = group[0], group[-1]
+        text = f"steps {first.step:,} to {last.step:,}" if first.step is not None and last.step is not None else ""
+        rows.append(_EventRow(last.time, f"{last.kind} × {len(group):,}", last.step, text, last.is_bad))
+    return rows
+
+
+def _read_details(run: Path) -> _Details:
+    signature = tuple(_read_signature(run / name) for name in _FILES)
+    known = _details.get(run)
+    if known is not None and known.signature == signature:
+        return known
+    figures = collect(run, with_curves=False)
+    plan = Reader(run).plan
+    parts = (
+        ("memory", "Memory by phase", _render_memory(plan, figures) + run_page.render_fallbacks(figures.events)),
+        ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _render_evaluation(figures)),
+        ("samples", "Samples", run_page.render_samples(figures.samples)),
+        ("techniques", "Techniques", run_page.render_techniques(figures.changes)),
+        ("environment", "Environment", run_page.render_environment(figures.environment)),
+        ("recipe", "Recipe", run_page.render_recipe(figures)),
+    )
+    # The report escapes all texts of the run.
+    sections = [_Section(name, title, Markup(content)) for name, title, content in parts if content]
+    details = _Details(signature, Markup(run_page.render_setup(figures.setup)), sections, figures.damaged)
+    _details[run] = details
+    while len(_details) > _MOST_KEPT:
+        _details.pop(next(iter(_details)), None)
+    return details
+
+
+def _read_signature(file: Path) -> tuple[int, int]:
+    try:
+        facts = file.stat()
+    except OSError:
+        return 0, 0
+    return facts.st_size, facts.st_mtime_ns
+
+
+def _render_evaluation(figures: RunFigures) -> str:
+    # Without any result it is only a note that nothing was measured.
+    return run_page.render_evaluation(figures) if figures.evaluation.after is not None else ""
+
+
+def _render_memory(plan: Plan | None, figures: RunFigures) -> str:
+    """Returns a table of the planned peak of each phase by category, as stacked bars, and the measured peak."""
+    if plan is None:
+        return ""
+    measured = read_number(figures.measured.peak_gib)
+    phases = plan.phase_memory or {}
+    names = [name for name in CATEGORY_COLOURS if any(name in sizes for sizes in phases.values())]
+    most = max([*plan.phases.values(), measured or 0.0]) or 1.0
+    unit, texts = format_sizes([*map(read_number, plan.phases.values()), measured])
+    rows = []
+    for (phase, _), text in zip(plan.phases.items(), texts, strict=False):
+        sizes = {name: read_number(phases.get(phase, {}).get(name)) or 0.0 for name in names}
+        bars = "".join(
+            f'<span style="width: {100 * size / most:.2f}%; background: var(--{CATEGORY_COLOURS[name]})"></span>'
+            for name, size in sizes.items()
+            if size > 0
+        )
+        rows.append(
+            page.named_row(phase, page.number_cell(text), page.cell(f'<span class="stack">{bars}</span>', "track"))
+        )
+    if measured is not None:
+        bar = f'<span style="width: {100 * measured / most:.2f}%; background: var(--ink)"></span>'
+        stack = page.cell(f'<span class="stack">{bar}</span>', "track")
+        rows.append(page.row(page.cell("measured peak"), page.number_cell(texts[-1]), stack, kind="sum"))
+    legend = "".join(f"<li>{page.colour_key(CATEGORY_COLOURS[name])}{page.escape(name)}</li>" for name in names)
+    return (
+        page.small(f"Planned; the highest is {plan.peak_phase}.")
+        + f'<ul class="keys">{legend}</ul>'
+        + page.table(("phase", f"planned peak, {unit}", ""), rows, text=(0, 2))
+        + run_page.render_gpu_memory(figures)
+    )

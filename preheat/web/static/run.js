@@ -1,0 +1,59 @@
+// The page of one run: its buttons follow its state, its command is copied, and another curve is chosen.
+"use strict";
+(() => {
+  const live = document.getElementById("live");
+
+  function follow() {
+    const running = live.querySelector("#state")?.dataset.state === "running";
+    for (const id of ["save", "stop"]) {
+      const button = document.getElementById(id);
+      if (button) button.disabled = !running || Boolean(live.querySelector("#unreachable"));
+    }
+  }
+
+  // A fragment that says the same as the page is not swapped in: it would end a selection of text and lose the focus.
+  let shown = "";
+  live.addEventListener("htmx:beforeSwap", (event) => {
+    if (event.detail.target !== live) return;
+    const { responseText, status } = event.detail.xhr;
+    if (status === 200 && responseText === shown) event.detail.shouldSwap = false;
+    shown = responseText;
+    // Its folder was deleted: the answer is a page of its own.
+    if (status === 404) {
+      live.innerHTML = "";
+      const notice = document.createElement("p");
+      notice.className = "notice bad";
+      notice.textContent = "This run does not exist any more: its folder was deleted, moved or renamed.";
+      live.append(notice);
+    }
+  });
+  live.addEventListener("htmx:afterSwap", follow);
+  follow();
+
+  document.body.addEventListener("click", async (event) => {
+    const id = event.target.dataset?.copy;
+    if (!id) return;
+    const code = document.getElementById(id);
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      event.target.textContent = "Copied";
+    } catch {
+      // Without the permission, or over http from another host: the text is selected, to be copied by keys.
+      getSelection().selectAllChildren(code);
+      event.target.textContent = "Selected: press Ctrl-C";
+    }
+  });
+
+  document.getElementById("more")?.addEventListener("change", (event) => {
+    const { value, dataset } = event.target;
+    const place = document.getElementById("another");
+    place.replaceChildren();
+    if (!value) return;
+    const figure = document.createElement("figure");
+    figure.className = "chart";
+    Object.assign(figure.dataset, { runs: dataset.run, key: value, x: "step" });
+    place.append(figure);
+    // Charts are drawn in what htmx loads.
+    figure.dispatchEvent(new CustomEvent("htmx:load", { bubbles: true, detail: { elt: figure } }));
+  });
+})();

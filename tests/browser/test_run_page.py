@@ -1,0 +1,129 @@
+"""The page of a run, watched in a browser while the run trains."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from preheat.core.run_records import Checkpoint, Stopping
+from preheat.run.reader import Reader
+
+from ..e2e.conftest import Command
+from .conftest import TIMEOUT_MS, Dashboard, watch_errors
+
+LONG = ("--set", "stop.max_steps=100000", "--set", "schedule.kind=constant", "--set", "checkpoint.every=0")
+expect.set_options(timeout=TIMEOUT_MS)
+
+
+def wait_for_run(page: Page, run: Path) -> None:
+    """Waits until a training has steps."""
+    for _ in range(3000):
+        if (run / "recipe.yaml").exists() and (run / "metrics.jsonl").exists():
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError("the run did not start")
+
+
+def read_step(page: Page) -> int:
+    return int(page.locator("#live .tiles dd").first.inner_text().replace(",", ""))
+
+
+def wait_for_step(page: Page, step: int) -> None:
+    """Waits until the page shows a step, without being loaded again."""
+    page.wait_for_function(
+        "step => Number(document.querySelector('#live .tiles dd').textContent.replaceAll(',', '')) >= step", arg=step
+    )
+
+
+def test_a_run_is_watched_saved_stopped_in_another_tab_resumed_to_its_end_and_killed(
+    trainer: Command, dashboard: Dashboard, page: Page
+) -> None:
+    run = dashboard.folder / "small"
+    process = trainer.start("train", "r.yaml", *LONG, "--out", str(run))
+    try:
+        wait_for_run(page, run)
+        page.goto(dashboard.find_url(run))
+        state = page.locator("#state")
+        expect(state).to_have_attribute("data-state", "running")
+        wait_for_step(page, read_step(page) + 5)
+        expect(page.locator("#judgement")).to_contain_text("planned")
+
+        page.get_by_role("button", name="Save now").click()
+        expect(page.locator("#message")).to_contain_text("saves a checkpoint")
+        expect(page.locator("#timeline")).to_contain_text("checkpoint")
+        assert process.poll() is None
+        (saved,) = Reader(run).events(Checkpoint)
+        assert (run / f"checkpoints/step-{saved.step}/manifest.json").exists()
+
+        other = page.context.new_page()
+        other.goto(page.url)
+        other.on("dialog", lambda dialog: dialog.accept())
+        other.get_by_role("button", name="Stop").click()
+        expect(other.locator("#message")).to_contain_text("finishes the step")
+        process.communicate(timeout=100)
+        assert process.returncode == 143
+        for tab in (page, other):
+            expect(tab.locator("#state")).to_have_attribute("data-state", "stopped")
+            expect(tab.get_by_role("button", name="Stop")).to_be_disabled()
+        other.close()
+        assert [event.signal for event in Reader(run).events(Stopping)] == ["SIGTERM"]
+
+        command = shlex.split(page.locator("#resume-command").inner_text())
+        assert command[0] == "preheat"
+        last = read_step(page)
+        end = f"stop.max_steps={last + 40}"
+        process = trainer.start(*command[1:], "--set", end)
+        expect(state).to_have_attribute("data-state", "running")
+        process.communicate(timeout=200)
+        assert process.returncode == 0
+        expect(state).to_have_attribute("data-state", "finished")
+        assert read_step(page) == last + 40
+
+        process = trainer.start(*command[1:], "--set", "stop.max_steps=100000")
+        wait_for_step(page, last + 45)
+        process.kill()
+        process.communicate()
+        expect(state).to_have_attribute("data-state", "killed")
+        expect(page.locator("#resume-command")).to_contain_text("--resume")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_page_says_that_the_server_ended_was_restarted_and_that_a_run_was_deleted(
+    dashboard: Dashboard, page: Page, finished: Path
+) -> None:
+    run = dashboard.folder / "copied"
+    shutil.copytree(finished, run)
+    page.goto(dashboard.find_url(run))
+    expect(page.locator("#state")).to_have_attribute("data-state", "finished")
+    expect(page.locator("#details")).to_contain_text("Memory by phase")
+    dashboard.stop()
+    connection = page.locator("#connection")
+    expect(connection).to_contain_text("connection is lost")
+    dashboard.start()
+    expect(connection).to_contain_text("started again")
+    page.goto(dashboard.login)
+    page.goto(dashboard.find_url(run))
+    expect(page.locator("#state")).to_have_attribute("data-state", "finished")
+    shutil.rmtree(run)
+    expect(page.locator("#live")).to_contain_text("does not exist any more")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_narrow_page_does_not_scroll_sideways(
+    browser: Browser, shared_dashboard: Dashboard, finished: Path, theme: str
+) -> None:
+    page = shared_dashboard.open_page(browser, width=400)
+    errors = watch_errors(page)
+    page.emulate_media(color_scheme="dark" if theme == "dark" else "light")
+    page.goto(shared_dashboard.find_url(finished))
+    expect(page.locator("#details")).to_contain_text("Recipe")
+    expect(page.locator("#timeline")).to_contain_text("finished")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.context.close()
+    assert errors == []

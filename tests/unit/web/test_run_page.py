@@ -1,0 +1,149 @@
+"""The page of a run, from a run folder on disk."""
+
+from __future__ import annotations
+
+import html
+import json
+import shlex
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from preheat.core.run_records import (
+    Checkpoint,
+    Environment,
+    Notice,
+    ProcessStatus,
+    RankState,
+    SampleEvent,
+    Started,
+    StepMetrics,
+    Stopping,
+)
+from preheat.files import to_json
+from preheat.run.writer import Writer
+from preheat.web.app import create_app
+from preheat.web.settings import Settings
+
+from ..plans import values_of
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on two processes that was stopped; its folder, texts and events hold scripts."""
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "runs" / "it's <b>bold"
+    writer = Writer(folder)
+    writer.write_json("plan.json", values_of(20.0, 24.0, steps=400))
+    writer.write_json("environment.json", Environment(processes=2, command="preheat train --trust-remote-code"))
+    writer.write_text("recipe.yaml", f"name: {json.dumps(SCRIPT)}\n")
+    writer.write_event(Started(step=0))
+    for step in range(1, 41):
+        writer.write_metric(StepMetrics(step, 32 * step, 3.0 / step, 1e-3, 1.0, 0.1, 1903.4, 1 << 30, 0.1 * step, 32))
+        if step % 5 == 0:
+            writer.write_event(Checkpoint(step=step))
+    writer.write_event(Notice(step=40, message=SCRIPT))
+    writer.write_event(SampleEvent(step=40, prompt=SCRIPT, text=SCRIPT))
+    writer.write_event(Stopping(signal="SIGTERM", step=40))
+    writer.close()
+    return folder
+
+
+class Client:
+    """A browser that is logged in and looks at one run."""
+
+    def __init__(self, run: Path, *, read_only: bool = False):
+        self.settings = Settings((run.parent,), "token", 1, frozenset({"testserver"}), read_only=read_only)
+        self.http = TestClient(create_app(self.settings))
+        self.http.get("/?token=token")
+        (entry,) = self.http.app.state.ui.catalogue.list_runs()  # type: ignore[attr-defined]
+        self.url = f"/runs/{entry.id}"
+        # A thread reads the run where a request has no time to.
+        end = time.monotonic() + 30
+        while "of its files are read so far" in self.get("/live"):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def get(self, part: str = "", status: int = 200) -> str:
+        response = self.http.get(self.url + part)
+        assert response.status_code == status, response.text
+        return response.text
+
+    def post(self, part: str, status: int = 200) -> str:
+        response = self.http.post(self.url + part, headers={"X-CSRF-Token": self.settings.csrf_token})
+        assert response.status_code == status, response.text
+        return response.text
+
+
+@pytest.fixture
+def client(run: Path) -> Client:
+    return Client(run)
+
+
+def test_the_page_says_state_judgement_and_the_command_that_resumes(run: Path, client: Client) -> None:
+    page = client.get()
+    assert "Stopped early at step 40 of 400 (SIGTERM)." in page
+    assert "20 % slower than planned" in page
+    assert "Memory: planned 20.00 GiB of 24.00 GiB; the peak is measured when the session ends." in page
+    command = page.partition('<code id="resume-command"')[2].partition(">")[2].partition("</code>")[0]
+    assert shlex.split(html.unescape(command)) == [
+        *("preheat", "train", str(run / "recipe.yaml"), "--out", str(run), "--resume"),
+        *("--nproc", "2", "--trust-remote-code"),
+    ]
+
+
+def test_nothing_of_a_run_is_markup(client: Client) -> None:
+    parts = [client.get(part) for part in ("", "/live", "/timeline", "/details")]
+    assert not any(SCRIPT in part or "<b>bold" in part for part in parts)
+    assert parts[0].count("it&#39;s &lt;b&gt;bold") >= 2
+    assert all("&lt;script&gt;alert(1)" in part for part in parts[2:])
+
+
+def test_checkpoints_in_a_row_are_one_line_of_the_list(client: Client) -> None:
+    timeline = client.get("/timeline")
+    assert "checkpoint × 8" in timeline
+    assert "steps 5 to 40" in timeline
+
+
+def test_ranks_are_listed_and_silent_ones_are_named(run: Path, client: Client) -> None:
+    now = (run / "lock").stat().st_mtime
+    state = RankState(
+        rank=0, step=41, phase="gradients", since=now - 3, time=now + 1e6, line="preheat/engine/step.py:1"
+    )
+    ranks = (state, replace(state, rank=1, time=now - 60))
+    (run / "status.json").write_text(to_json(ProcessStatus(time=now, host="h", pid=1, started=now, ranks=ranks)))
+    live = client.get("/live")
+    assert live.count("preheat/engine/step.py:1") == 2
+    assert live.count("silent: stopped, or its host is gone") == 1
+
+
+def test_a_run_that_has_ended_is_not_signalled(client: Client) -> None:
+    for request in ("/stop", "/save"):
+        assert "No process writes this run: it has ended." in client.post(request)
+
+
+def test_a_server_that_only_reads_shows_no_buttons_and_refuses_requests(run: Path) -> None:
+    client = Client(run, read_only=True)
+    assert "Save now" not in client.get()
+    assert "--read-only" in client.post("/stop", status=403)
+
+
+def test_a_run_whose_folder_was_deleted_is_said(run: Path, client: Client) -> None:
+    client.get()
+    shutil.rmtree(run)
+    for part in ("", "/live", "/timeline", "/details"):
+        assert "does not exist any more" in client.get(part, status=404)
+
+
+def test_damaged_files_are_named_and_the_rest_is_shown(run: Path, client: Client) -> None:
+    (run / "plan.json").write_text("{")
+    (run / "changes.json").write_text('{"x": 3}')
+    (run / "status.json").write_text("[]")
+    assert "no plan of this version" in client.get()
+    assert "plan.json: left out" in client.get("/details")
