@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
@@ -16,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 from preheat.errors import PreheatError
 from preheat.web import runs_page
 from preheat.web.catalogue import Catalogue
+from preheat.web.jobs import Jobs
 from preheat.web.security import Guard
 from preheat.web.settings import Settings, State
 from preheat.web.templating import render
@@ -39,9 +42,22 @@ def create_app(settings: Settings) -> Starlette:
         HTTPException: _show_http_error,
         PreheatError: _show_error,
     }
-    app = Starlette(routes=routes, middleware=[Middleware(Guard, settings=settings)], exception_handlers=handlers)
-    app.state.ui = State(settings, Catalogue(settings.folders))
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, settings=settings)],
+        exception_handlers=handlers,
+        lifespan=_end_jobs,
+    )
+    app.state.ui = State(settings, Catalogue(settings.folders), Jobs())
     return app
+
+
+@asynccontextmanager
+async def _end_jobs(app: Starlette) -> AsyncIterator[None]:
+    """Ends the commands with the server."""
+    yield
+    state: State = app.state.ui
+    await run_in_threadpool(state.jobs.close)
 
 
 async def _send_style(request: Request) -> Response:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
 
     from preheat.web.catalogue import Catalogue
+    from preheat.web.jobs import Jobs
 
 __all__ = ["Settings", "State", "state_of"]
 
@@ -53,6 +54,7 @@ class State:
 
     settings: Settings
     catalogue: Catalogue
+    jobs: Jobs
 
 
 def state_of(connection: HTTPConnection) -> State:
