@@ -16,12 +16,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
-from preheat.web import runs_page
+from preheat.web import plan_page, runs_page
 from preheat.web.catalogue import Catalogue
 from preheat.web.jobs import Jobs
 from preheat.web.security import Guard
 from preheat.web.settings import Settings, State
 from preheat.web.templating import render
+from preheat.web.user_files import UserFiles
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-PAGES = (runs_page,)
+PAGES = (runs_page, plan_page)
 """Modules of pages; each has `routes()`."""
 
 
@@ -48,7 +49,7 @@ def create_app(settings: Settings) -> Starlette:
         exception_handlers=handlers,
         lifespan=_end_jobs,
     )
-    app.state.ui = State(settings, Catalogue(settings.folders), Jobs())
+    app.state.ui = State(settings, Catalogue(settings.folders), Jobs(), UserFiles(settings.folders))
     return app
 
 

@@ -61,14 +61,16 @@ class Job:
     Attributes:
         id: its name in URLs.
         title: the command in a few words, for people.
-        folder: its working folder, for the files that it writes; deleted with the job.
+        folder: for the files that it writes; deleted with the job.
+        key: the question that it answers; None: it is not asked twice.
         problem: why it failed, in one sentence; "" if it did not.
         exit_code: negative for a signal; None while it runs.
     """
 
-    def __init__(self, title: str, folder: Path, limit_s: float):
+    def __init__(self, title: str, folder: Path, limit_s: float, *, cwd: Path | None = None, key: str | None = None):
         self.id = secrets.token_urlsafe(9)
-        self.title, self.folder, self.limit_s = title, folder, limit_s
+        self.title, self.folder, self.limit_s, self.key = title, folder, limit_s, key
+        self._cwd = cwd or folder
         self.started = time.time()
         self.ended: float | None = None
         self.state = JobState.RUNNING
@@ -148,10 +150,10 @@ class Job:
             return self._changed.wait_for(lambda: not self.is_running, timeout)
 
     def _run(self, command: Sequence[str], *, talks: bool) -> None:
-        """Runs the command to its end, in a thread of its own: Linux ends the process with the thread that started it."""
+        """Runs the command to its end, in a thread of its own, with which Linux ends the process."""
         process = subprocess.Popen(
             tie_to_parent(command),
-            cwd=self.folder,
+            cwd=self._cwd,
             env=_environment(),
             stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -163,7 +165,8 @@ class Job:
             is_cancelled = self._is_cancelled
         if is_cancelled:
             _end_group(process)
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         readers = [
             threading.Thread(target=self._copy, args=(stream, self.folder / name), daemon=True)
             for stream, name in ((process.stdout, ".stdout"), (process.stderr, ".stderr"))
@@ -270,6 +273,7 @@ class Jobs:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._answers: dict[str, Job] = {}
+        self._once: dict[tuple[str, ...], object] = {}
         self._trainings: list[Training] = []
         self._scratch: Path | None = None
         self._worker: threading.Thread | None = None
@@ -288,20 +292,28 @@ class Jobs:
         arguments: Sequence[str],
         *,
         folder: Path | None = None,
+        cwd: Path | None = None,
         limit_s: float | None = None,
+        key: str | None = None,
         talks: bool = False,
     ) -> Job:
         """Starts `preheat ARGUMENTS` and returns at once.
 
         Args:
-            folder: its working folder, of `create_folder`; default: a new one.
+            folder: the folder of its files, of `create_folder`; default: a new one.
+            cwd: its working folder; default: `folder`.
+            key: the question that it answers: a job that answers the same one is returned instead.
             talks: it reads requests from its standard input.
 
         Raises:
             RunError: too many commands run.
         """
-        job = Job(title, folder or self.create_folder(), limit_s or self._limit_s)
+        job = Job(title, folder or self.create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
         with self._lock:
+            for other in self._answers.values():
+                if key is not None and other.key == key and (other.is_running or other.exit_code in (0, 3)):
+                    shutil.rmtree(job.folder, ignore_errors=True)
+                    return other
             running = [other for other in self._answers.values() if other.is_running]
             if len(running) >= _MOST_ANSWERS:
                 raise RunError(f"{len(running)} commands run already; cancel some of them or wait")
@@ -312,6 +324,25 @@ class Jobs:
                 shutil.rmtree(old.folder, ignore_errors=True)
         threading.Thread(target=job._run, args=(_command(arguments),), kwargs={"talks": talks}, daemon=True).start()
         return job
+
+    def ask_once(self, arguments: Sequence[str]) -> object:
+        """Returns the JSON that `preheat ARGUMENTS` prints; the command runs once in the life of the server.
+
+        Raises:
+            RunError: it failed.
+        """
+        key = tuple(arguments)
+        with self._lock:
+            if key in self._once:
+                return self._once[key]
+        job = self.start(" ".join(arguments), arguments, limit_s=60.0)
+        job.wait(70.0)
+        if job.state is not JobState.DONE:
+            raise RunError(f"preheat {job.title}: {job.problem or 'was cancelled'}")
+        answer = read_answer(job)
+        with self._lock:
+            self._once[key] = answer
+        return answer
 
     def find(self, id: str) -> Job:
         """Returns an answer.

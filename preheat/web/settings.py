@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from preheat.web.catalogue import Catalogue
     from preheat.web.jobs import Jobs
+    from preheat.web.user_files import UserFiles
 
 __all__ = ["Settings", "State", "state_of"]
 
@@ -55,6 +56,7 @@ class State:
     settings: Settings
     catalogue: Catalogue
     jobs: Jobs
+    files: UserFiles
 
 
 def state_of(connection: HTTPConnection) -> State:
