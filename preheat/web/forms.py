@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qsl
@@ -16,7 +16,7 @@ from preheat.sanitize import quote_value
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["Choice", "Field", "describe_key", "read_form", "read_number"]
+__all__ = ["Choice", "Field", "clean_values", "describe_key", "fill", "read_form", "read_number"]
 
 _SECTIONS = {
     "model": schema.Model,
@@ -67,6 +67,11 @@ def describe_key(key: str) -> str:
     """Returns the description of a key of the recipe, such as batch.seq_len."""
     section, _, name = key.partition(".")
     return " ".join(field_docs(_SECTIONS[section])[name].split()).replace("`", "")
+
+
+def fill(fields: Sequence[Field], values: Mapping[str, str]) -> list[Field]:
+    """Returns the fields with the values of a URL."""
+    return [replace(field, value=values.get(field.name, field.value)) for field in fields]
 
 
 async def read_form(request: Request) -> dict[str, str]:

@@ -244,9 +244,10 @@ class Training:
         problem: why it failed, in one sentence; "" if it did not.
     """
 
-    def __init__(self, title: str, arguments: Sequence[str], run: Path):
+    def __init__(self, title: str, arguments: Sequence[str], run: Path, cwd: Path | None = None):
         self.id = secrets.token_urlsafe(9)
         self.title, self.arguments, self.run = title, tuple(arguments), run
+        self.cwd = cwd or run.parent
         self.log = run.with_name(f"{run.name}.log")
         self.queued = time.time()
         self.state = JobState.WAITING
@@ -259,6 +260,10 @@ class Training:
     def progress(self) -> str:
         """The last line of its log."""
         return read_last_line(self.log)
+
+    def read_log(self) -> str:
+        """Returns the end of its log."""
+        return "\n".join(escape_control_characters(line) for line in _read_tail(self.log)[-60:])
 
 
 class Jobs:
@@ -356,13 +361,16 @@ class Jobs:
             raise HTTPException(404, "The server does not have this result any more; ask again.")
         return job
 
-    def queue_training(self, title: str, arguments: Sequence[str], run: Path) -> Training:
+    def queue_training(self, title: str, arguments: Sequence[str], run: Path, *, cwd: Path | None = None) -> Training:
         """Queues `preheat ARGUMENTS`, which trains the run folder `run`; it starts when no other training runs.
+
+        Args:
+            cwd: its working folder; default: that of the run folder.
 
         Raises:
             RunError: a training of this folder waits or runs already.
         """
-        training = Training(title, arguments, run)
+        training = Training(title, arguments, run, cwd)
         with self._changed:
             if any(t.run == run for t in self._trainings if t.state in (JobState.WAITING, JobState.RUNNING)):
                 raise RunError(f"{run.name}: this run waits or trains already")
@@ -457,7 +465,7 @@ class Jobs:
             with training.log.open("ab") as log:
                 process = subprocess.Popen(
                     _command(training.arguments),
-                    cwd=training.log.parent,
+                    cwd=training.cwd,
                     env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,

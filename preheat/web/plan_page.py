@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from preheat.errors import PreheatError, RecipeError
 from preheat.files import parse_json, read_bytes, read_record, to_json
 from preheat.sanitize import format_memory, quote_value
 from preheat.web.choices import load_choices
-from preheat.web.forms import Choice, Field, clean_values, describe_key, read_form, read_number
+from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_form, read_number
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.scatter import Point, Scatter, arrange
 from preheat.web.settings import state_of
@@ -33,11 +32,25 @@ if TYPE_CHECKING:
     from preheat.web.jobs import Job
     from preheat.web.settings import State
 
-__all__ = ["find_model_argument", "list_model_fields", "read_page_body", "routes"]
+__all__ = [
+    "choose_cwd",
+    "find_file",
+    "find_model_argument",
+    "list_data_choices",
+    "list_model_fields",
+    "read_page_body",
+    "read_recipe",
+    "routes",
+]
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*(/[A-Za-z0-9][A-Za-z0-9._+-]*)?")
 """A preset, a size, a built-in recipe or a name on the hub; no path of this machine."""
+_BUILT_IN_DATA = (
+    Choice("stdlib", "Python's standard library"),
+    Choice("docstrings", "docstrings and their functions"),
+)
 _THIS_MACHINE = "this"
+_SCROLL = '<div class="scroll" tabindex="0">'
 _RECIPE, _PAGE, _FIGURES = "recipe.yaml", "plan.html", "figures.json"
 """Files that a plan writes into its folder."""
 
@@ -88,17 +101,23 @@ def list_model_fields(choices: Choices, state: State, *, runs: bool = False) -> 
     ]
 
 
+def list_data_choices(state: State) -> dict[str, Sequence[Choice]]:
+    """Returns the built-in data, and the files below the folders."""
+    files = [Choice(file.id, file.name) for file in state.files.list_files("data")]
+    return {"Built in": _BUILT_IN_DATA, **({"Your files": files} if files else {})}
+
+
+def find_file(state: State, data: str) -> str:
+    """Returns `data.source` for a value of `list_data_choices`."""
+    if data in {choice.value for choice in _BUILT_IN_DATA}:
+        return data
+    return str(state.files.find(data, "data").path)
+
+
 def _list_fields(choices: Choices, state: State) -> list[Field]:
-    data = {
-        "Built in": [
-            Choice("stdlib", "Python's standard library"),
-            Choice("docstrings", "docstrings and their functions"),
-        ],
-        "Your files": [Choice(file.id, file.name) for file in state.files.list_files("data")],
-    }
     return [
         *list_model_fields(choices, state),
-        Field("data", "Data", describe_key("data.source"), "select", {k: v for k, v in data.items() if v}),
+        Field("data", "Data", describe_key("data.source"), "select", list_data_choices(state)),
         Field(
             "device",
             "Device",
@@ -141,17 +160,13 @@ async def _show(request: Request) -> Response:
     choices = await run_in_threadpool(load_choices, state.jobs)
     fields = await run_in_threadpool(_list_fields, choices, state)
     values = _read_query(request, fields)
-    return render(request, "plan.html", fields=_fill(fields, values), asks=bool(values))
+    return render(request, "plan.html", fields=fill(fields, values), asks=bool(values))
 
 
 def _read_query(request: Request, fields: Sequence[Field]) -> dict[str, str]:
     """Returns the form's state from the URL; what no field has is left out."""
     names = {field.name for field in fields}
     return {name: value for name, value in clean_values(request.query_params.multi_items()).items() if name in names}
-
-
-def _fill(fields: Sequence[Field], values: Mapping[str, str]) -> list[Field]:
-    return [replace(field, value=values.get(field.name, field.value)) for field in fields]
 
 
 async def _start(request: Request) -> Response:
@@ -235,10 +250,7 @@ def _build_arguments(
     if steps is not None:
         arguments.append(f"--set=stop.max_steps={steps}")
     if "data" in values:
-        source = values["data"]
-        if source not in {choice.value for choice in fields["data"].groups["Built in"]}:
-            source = str(state.files.find(source, "data").path)
-        arguments.append(f"--set=data.source={to_json(source)}")
+        arguments.append(f"--set=data.source={to_json(find_file(state, values['data']))}")
     if "method" in values:
         arguments.append(f"--method={values['method']}")
     if find in ("length", "batch"):
@@ -260,7 +272,7 @@ async def _cancel(request: Request) -> Response:
 
 async def _render_job(request: Request, job: Job) -> Response:
     if job.is_running:
-        return render(request, "_job.html", job=job, path=f"/plan/jobs/{job.id}")
+        return render(request, "_job.html", job=job, place=f"/plan/jobs/{job.id}")
     # Exit code 3 is an answer as well: it does not fit, and the page says what would.
     if job.state is JobState.DONE or job.exit_code == 3:
         answer = await run_in_threadpool(read_answer, job)
@@ -276,17 +288,22 @@ async def _render_job(request: Request, job: Job) -> Response:
 
 @dataclass(frozen=True)
 class _ShownPlan:
-    """The page of a plan, and its candidates as points."""
+    """The page of a plan, before and after the place of its candidates as points."""
 
+    head: Markup
     body: Markup
     scatter: Scatter | None
 
 
 def _read_shown(job: Job) -> _ShownPlan:
-    body = read_page_body(job.folder / _PAGE)
+    page = read_page_body(job.folder / _PAGE)
+    # The command below the verdict names files of ours, which are deleted with the server.
+    page = Markup(re.sub(r'<div class="again small">.*?</div>', "", page))
+    head, section, rest = page.partition('<section id="memory"')
+    body = section + rest
     figures = _read_figures(job)
     if figures is None:
-        return _ShownPlan(body, None)
+        return _ShownPlan(head, body, None)
     candidates = list_candidates(figures)
     points = [
         Point(
@@ -300,7 +317,7 @@ def _read_shown(job: Job) -> _ShownPlan:
     ]
     answer = read_answer(job)
     assert isinstance(answer, dict)
-    return _ShownPlan(body, arrange(points, answer["available_gib"]) if len(points) > 1 else None)
+    return _ShownPlan(head, body, arrange(points, answer["available_gib"]) if len(points) > 1 else None)
 
 
 def list_candidates(figures: PlanFigures) -> list[Candidate]:
@@ -363,5 +380,7 @@ def read_page_body(file: Path) -> Markup:
         return Markup()
     text = file.read_text(encoding="utf-8")
     body = text.partition("<main>")[2].rpartition("</main>")[0]
-    # The dashboard's page has a heading of its own.
-    return Markup(body.replace("<h1>", "<h2>").replace("</h1>", "</h2>"))
+    # The dashboard's page has a heading of its own; what scrolls must be reached by the keyboard.
+    for before, after in (("<h1>", "<h2>"), ("</h1>", "</h2>"), ('<div class="scroll">', _SCROLL)):
+        body = body.replace(before, after)
+    return Markup(body)
