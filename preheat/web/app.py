@@ -16,7 +16,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
-from preheat.web import plan_page, runs_page, start_page
+from preheat.web import chat_page, data_page, plan_page, runs_page, start_page
 from preheat.web.catalogue import Catalogue
 from preheat.web.jobs import Jobs
 from preheat.web.security import Guard
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-PAGES = (runs_page, plan_page, start_page)
+PAGES = (runs_page, plan_page, start_page, data_page, chat_page)
 """Modules of pages; each has `routes()`."""
 
 

@@ -7,6 +7,7 @@ cache, so that the next server knows that a training runs, which one, and how to
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -63,6 +64,7 @@ class Job:
         title: the command in a few words, for people.
         folder: for the files that it writes; deleted with the job.
         key: the question that it answers; None: it is not asked twice.
+        idle_s: seconds without `touch` after which it is ended.
         problem: why it failed, in one sentence; "" if it did not.
         exit_code: negative for a signal; None while it runs.
     """
@@ -71,6 +73,8 @@ class Job:
         self.id = secrets.token_urlsafe(9)
         self.title, self.folder, self.limit_s, self.key = title, folder, limit_s, key
         self._cwd = cwd or folder
+        self.idle_s = math.inf
+        self._touched = time.monotonic()
         self.started = time.time()
         self.ended: float | None = None
         self.state = JobState.RUNNING
@@ -97,6 +101,18 @@ class Job:
     def progress(self) -> str:
         """The last line of its standard error."""
         return read_last_line(self.folder / ".stderr")
+
+    def touch(self) -> None:
+        """Says that a page still shows it."""
+        self._touched = time.monotonic()
+
+    def interrupt(self) -> None:
+        """Sends Ctrl-C, which ends an answer of a chat."""
+        with self._changed:
+            process = self._process
+        if process is not None and self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
 
     def cancel(self) -> None:
         """Ends the process and its children; does nothing after its end."""
@@ -174,12 +190,17 @@ class Job:
         for reader in readers:
             reader.start()
         problem = ""
-        try:
-            process.wait(self.limit_s)
-        except subprocess.TimeoutExpired:
-            problem = f"it took longer than {self.limit_s / 60:,.0f} minutes and was ended; ask for less"
-            _end_group(process)
-            process.wait()
+        while process.poll() is None:
+            if self.seconds > self.limit_s:
+                problem = f"it took longer than {self.limit_s / 60:,.0f} minutes and was ended; ask for less"
+            elif time.monotonic() - self._touched > self.idle_s:
+                problem = f"the page was closed for {self.idle_s:,.0f} s, so it was ended; start it again"
+            if problem:
+                _end_group(process)
+                process.wait()
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(1.0, max(0.0, self.limit_s - self.seconds) + 0.01))
         # What it left behind: a child of it would hold the pipes open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -300,6 +321,7 @@ class Jobs:
         cwd: Path | None = None,
         limit_s: float | None = None,
         key: str | None = None,
+        idle_s: float = math.inf,
         talks: bool = False,
     ) -> Job:
         """Starts `preheat ARGUMENTS` and returns at once.
@@ -308,12 +330,14 @@ class Jobs:
             folder: the folder of its files, of `create_folder`; default: a new one.
             cwd: its working folder; default: `folder`.
             key: the question that it answers: a job that answers the same one is returned instead.
+            idle_s: seconds without `Job.touch` after which it is ended.
             talks: it reads requests from its standard input.
 
         Raises:
             RunError: too many commands run.
         """
         job = Job(title, folder or self.create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
+        job.idle_s = idle_s
         with self._lock:
             for other in self._answers.values():
                 if key is not None and other.key == key and (other.is_running or other.exit_code in (0, 3)):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "choose_cwd",
+    "choose_recipe",
     "find_file",
     "find_model_argument",
     "list_data_choices",
@@ -112,6 +113,21 @@ def find_file(state: State, data: str) -> str:
     if data in {choice.value for choice in _BUILT_IN_DATA}:
         return data
     return str(state.files.find(data, "data").path)
+
+
+def choose_recipe(state: State, choices: Choices, value: str) -> tuple[str, Path | None]:
+    """Returns the argument of a recipe or run, and its working folder; None: an empty one.
+
+    Args:
+        value: of a field: a built-in recipe's name, or the id of a file or run.
+    """
+    if value in {choice.value for choice in choices.recipes}:
+        return value, None
+    for entry in state.catalogue.list_runs():
+        if entry.id == value:
+            return str(entry.path / "recipe.yaml"), None
+    # Relative paths of a recipe are meant from where the server was started.
+    return str(state.files.find(value, "recipe").path), Path.cwd()
 
 
 def _list_fields(choices: Choices, state: State) -> list[Field]:

@@ -184,9 +184,7 @@ def _queue(state: State, form: Mapping[str, str]) -> Training:
         if "data" in form:
             arguments.append(f"--set=data.source={to_json(find_file(state, form['data']))}")
     if not _NAME.fullmatch(name):
-        raise RecipeError(
-            f"Name of the run: {quote_value(name)}: use up to 80 letters, digits, dots and dashes"
-        )
+        raise RecipeError(f"Name of the run: {quote_value(name)}: use up to 80 letters, digits, dots and dashes")
     run = state.settings.folders[0].resolve() / name
     if _is_taken(run):
         raise RecipeError(f"Name of the run: {name}: is taken in {run.parent}; choose another name")
