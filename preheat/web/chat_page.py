@@ -39,7 +39,7 @@ def routes() -> list[Route]:
     return [
         Route("/chat", _show, methods=["GET"]),
         Route("/chat", _open, methods=["POST"]),
-        Route("/chat/{id}/stream", _stream),
+        Route("/chat/stream", _stream),
         Route("/chat/{id}/say", _say, methods=["POST"]),
         Route("/chat/{id}/interrupt", _interrupt, methods=["POST"]),
         Route("/chat/{id}/end", _end, methods=["POST"]),
@@ -158,28 +158,38 @@ async def _end(request: Request) -> Response:
 
 
 async def _stream(request: Request) -> Response:
-    """Streams the lines of a chat as server-sent events; a connection that comes again goes on behind the last one."""
-    job = state_of(request).jobs.find(request.path_params["id"])
-    last = request.headers.get("last-event-id", "0")
-    offset = int(last) if last.isdigit() else 0
+    """Streams the lines of chats as server-sent events; a connection that comes again goes on behind the last ones.
 
-    async def send(offset: int) -> AsyncIterator[str]:
-        idle = 0.0
-        while not await request.is_disconnected():
+    One stream for all sides: browsers open six connections to a server at most.
+    """
+    jobs = [state_of(request).jobs.find(id) for id in request.query_params.get("chats", "").split(",")[:2]]
+    last = request.headers.get("last-event-id", "").split(",")
+    offsets = [int(text) for text in last if text.isdigit() and len(text) < 16]
+    if len(offsets) != len(jobs):
+        offsets = [0] * len(jobs)
+    return StreamingResponse(_follow(request, jobs, offsets), media_type="text/event-stream")
+
+
+async def _follow(request: Request, jobs: list[Job], offsets: list[int]) -> AsyncIterator[str]:
+    idle, open_jobs = 0.0, list(jobs)
+    while open_jobs and not await request.is_disconnected():
+        events = []
+        for n, job in enumerate(jobs):
             job.touch()
             is_running = job.is_running
-            lines, offset = await run_in_threadpool(job.read_lines, offset, 0.0)
-            if lines:
-                idle = 0.0
-                # A line is JSON, so it has no line feed, and the event is one line.
-                yield "".join(f"data: {line}\n\n" for line in lines[:-1]) + f"id: {offset}\ndata: {lines[-1]}\n\n"
-            elif not is_running:
-                yield f"event: end\ndata: {to_json({'problem': job.problem})}\n\n"
-                return
-            elif idle >= _HEARTBEAT_S:
-                idle = 0.0
-                yield ": still here\n\n"
-            idle += _POLL_S
-            await asyncio.sleep(_POLL_S)
-
-    return StreamingResponse(send(offset), media_type="text/event-stream")
+            lines, offsets[n] = await run_in_threadpool(job.read_lines, offsets[n], 0.0)
+            # A line is JSON, so it has no line feed inside.
+            events += [f'data: {{"chat": {to_json(job.id)}, "record": {line}}}' for line in lines]
+            if not lines and not is_running and job in open_jobs:
+                open_jobs.remove(job)
+                events.append(f"event: end\ndata: {to_json({'chat': job.id, 'problem': job.problem})}")
+        if events:
+            # The offset belongs to the last event: a connection that broke before it gets all of them again.
+            events[-1] = f"id: {','.join(map(str, offsets))}\n{events[-1]}"
+            yield "".join(f"{event}\n\n" for event in events)
+            idle = 0.0
+        elif idle >= _HEARTBEAT_S:
+            yield ": still here\n\n"
+            idle = 0.0
+        idle += _POLL_S
+        await asyncio.sleep(_POLL_S)

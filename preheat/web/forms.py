@@ -61,6 +61,15 @@ class Field:
     placeholder: str = ""
     minimum: int | None = None
 
+    @property
+    def brief(self) -> str:
+        """The first sentence of its help."""
+        return self.help.partition(". ")[0].rstrip(".") + "."
+
+    @property
+    def rest(self) -> str:
+        return self.help.partition(". ")[2]
+
 
 @cache
 def describe_key(key: str) -> str:

@@ -87,7 +87,7 @@ def list_model_fields(choices: Choices, state: State, *, runs: bool = False) -> 
             "model",
             "Model or recipe",
             "A public model by its name on the hub, a size such as 15M for a new model, or a built-in recipe. "
-            f"A size: {describe_key('model.size')}",
+            + f"A size: {describe_key('model.size')}",
             "suggest",
             groups,
             placeholder="qwen2.5-0.5b",

@@ -30,64 +30,74 @@ function showState(chat) {
   chat.querySelector("[data-action=interrupt]").disabled = !isBusy;
 }
 
-function listen(side, chat) {
+function showRecord(side, record) {
   const status = side.querySelector("[data-part=status]");
-  const source = new EventSource(`${side.dataset.chat}/stream`);
-  let answer = null;
-  source.onmessage = (event) => {
-    const record = JSON.parse(event.data);
-    if (record.ready) {
-      side.dataset.state = "ready";
-      status.textContent = (record.ready.step === null ? "" : `Step ${record.ready.step.toLocaleString("en")}; `) + record.ready.format;
-    } else if (record.text !== undefined) {
-      answer ??= addTurn(side, "model", "");
-      answer.textContent += record.text;
-      const turns = side.querySelector("[data-part=turns]");
-      turns.scrollTop = turns.scrollHeight;
-    } else if (record.answer) {
-      const done = record.answer;
-      answer ??= addTurn(side, "model", "");
-      answer.textContent = done.text;
-      const speed = done.seconds > 0 ? `, ${(done.tokens / done.seconds).toFixed(1)} tokens a second` : "";
-      const dropped = done.dropped ? `; the oldest ${done.dropped} messages were dropped` : "";
-      const cut = { length: "; cut off at the most tokens", context: "; the model's positions end here" }[done.finish_reason] ?? "";
-      status.textContent = `${done.tokens} tokens${speed}${cut}${dropped}`;
-      answer = null;
-      side.dataset.state = "ready";
-    } else if (record.error) {
+  const turns = side.querySelector("[data-part=turns]");
+  if (record.ready) {
+    side.dataset.state = "ready";
+    status.textContent = (record.ready.step === null ? "" : `Step ${record.ready.step.toLocaleString("en")}; `) + record.ready.format;
+  } else if (record.text !== undefined) {
+    const content = turns.querySelector("[data-part=growing]") ?? addTurn(side, "model", "");
+    content.dataset.part = "growing";
+    content.textContent += record.text;
+    turns.scrollTop = turns.scrollHeight;
+  } else {
+    const growing = turns.querySelector("[data-part=growing]");
+    growing?.removeAttribute("data-part");
+    side.dataset.state = "ready";
+    if (record.error) {
       status.textContent = record.error;
-      answer = null;
-      side.dataset.state = "ready";
+      return;
     }
+    const done = record.answer;
+    (growing ?? addTurn(side, "model", "")).textContent = done.text;
+    const speed = done.seconds > 0 ? `, ${(done.tokens / done.seconds).toFixed(1)} tokens a second` : "";
+    const dropped = done.dropped ? `; the oldest ${done.dropped} messages were dropped` : "";
+    const cut = { length: "; cut off at the maximum number of tokens", context: "; the model's positions end here" };
+    status.textContent = `${done.tokens} tokens${speed}${cut[done.finish_reason] ?? ""}${dropped}`;
+  }
+}
+
+function endSide(side, text, isBad) {
+  const status = side.querySelector("[data-part=status]");
+  status.textContent = text;
+  status.classList.toggle("bad", isBad);
+  side.dataset.state = "ended";
+}
+
+function listen(chat, sides) {
+  const source = new EventSource(chat.dataset.stream);
+  const find = (id) => sides.find((side) => side.dataset.id === id);
+  source.onmessage = (event) => {
+    const { chat: id, record } = JSON.parse(event.data);
+    showRecord(find(id), record);
     showState(chat);
   };
   source.addEventListener("end", (event) => {
-    const problem = JSON.parse(event.data).problem;
-    status.textContent = problem || "The chat has ended; open it again.";
-    status.classList.toggle("bad", Boolean(problem));
-    side.dataset.state = "ended";
-    source.close();
+    const { chat: id, problem } = JSON.parse(event.data);
+    endSide(find(id), problem || "The chat has ended; open it again.", Boolean(problem));
+    if (sides.every((side) => side.dataset.state === "ended")) source.close();
     showState(chat);
   });
   source.onerror = () => {
-    // Closed for good: the server was restarted, and the chat ended with it.
-    if (source.readyState === EventSource.CLOSED && side.dataset.state !== "ended") {
-      status.textContent = "The chat has ended with the server; open it again.";
-      side.dataset.state = "ended";
-      showState(chat);
+    // Closed for good: the server was restarted, and the chats ended with it.
+    if (source.readyState !== EventSource.CLOSED) return;
+    for (const side of sides) {
+      if (side.dataset.state !== "ended") endSide(side, "The chat has ended with the server; open it again.", true);
     }
+    showState(chat);
   };
   return source;
 }
 
-let sources = [];
+let stream = null;
 document.addEventListener("htmx:afterSettle", (event) => {
   const chat = event.target.querySelector?.("#chat");
   if (!chat || chat.dataset.isOpen) return;
   chat.dataset.isOpen = "yes";
-  sources.forEach((source) => source.close());
+  stream?.close();
   const sides = [...chat.querySelectorAll("[data-chat]")];
-  sources = sides.map((side) => listen(side, chat));
+  stream = listen(chat, sides);
   const form = chat.querySelector("#say");
   const message = form.querySelector("textarea");
   message.focus();

@@ -32,7 +32,8 @@ def wait_for(condition: object, seconds: float = 90) -> None:
 
 def test_an_answer_is_read(jobs: Jobs) -> None:
     job = jobs.start("Models", ["models", "show", "--json", "--", "qwen2.5-0.5b"])
-    assert job.wait(60) and job.state is JobState.DONE, job.problem
+    assert job.wait(60)
+    assert job.state is JobState.DONE, job.problem
     answer = read_answer(job)
     assert isinstance(answer, dict)
     assert answer["name"] == "qwen2.5-0.5b"
