@@ -14,7 +14,7 @@ from preheat.errors import PreheatError, RecipeError
 from preheat.files import to_json
 from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_form, read_number
-from preheat.web.jobs import JobState
+from preheat.web.jobs import JobState, read_answer
 from preheat.web.plan_page import choose_recipe, find_file, list_data_choices, read_page_body
 from preheat.web.settings import state_of
 from preheat.web.templating import build_url, render
@@ -122,5 +122,7 @@ async def _render_job(request: Request, job: Job) -> Response:
     body = await run_in_threadpool(read_page_body, job.folder / _PAGE)
     # Data that training refuses, exit code 4, is shown all the same, with the findings on top.
     if body and job.state is not JobState.CANCELLED:
-        return render(request, "_data.html", body=body, problem=job.problem)
+        answer = await run_in_threadpool(read_answer, job)
+        examples = answer.get("examples", []) if isinstance(answer, dict) else []
+        return render(request, "_data.html", body=body, problem=job.problem, examples=examples)
     return render(request, "_problem.html", message=job.problem or "The command was cancelled.")

@@ -8,7 +8,7 @@ from playwright.sync_api import Page, expect
 
 from .conftest import Dashboard
 
-PATIENCE_MS = 240_000
+PATIENCE_MS = 150_000
 """Milliseconds for a command that imports torch, on cores that many share."""
 
 
