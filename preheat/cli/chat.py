@@ -48,13 +48,27 @@ def chat(
     checkpoint: Checkpoint = None,
     template: generation.ChatTemplate = None,
     base: Base = None,
+    before: Annotated[
+        bool, typer.Option("--before", help="Of a run: chat with its model as it was before the first step.")
+    ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help=(
+                'Read a JSON object per line, such as {"message": "Hello"} or {"reset": true}, and write one per line: '
+                "ready, text as it is generated, answer, error. A model without a chat template continues each message "
+                "as plain text."
+            ),
+        ),
+    ] = False,
 ) -> None:
     """Chat with a run or a model, on a terminal or with one message per line from a pipe. /help lists the commands of
     a chat.
 
     Example: `preheat chat runs/mine`; from a script: `echo "Who are you?" | preheat chat runs/mine`
     """
-    from preheat.errors import PreheatError
+    from preheat.errors import PreheatError, RecipeError
     from preheat.inference.conversation import Conversation
     from preheat.inference.load import load_model
 
@@ -68,7 +82,14 @@ def chat(
         repetition_penalty=repetition_penalty,
         stop=tuple(stop or ()),
     )
-    opened = load_model(find_local_folder(model), checkpoint=checkpoint, base=base)
+    if before and checkpoint is not None:
+        raise RecipeError(f"--before: the model before training has no checkpoint; leave --checkpoint {checkpoint} out")
+    opened = load_model(find_local_folder(model), checkpoint=checkpoint, base=base, at_start=before)
+    if json:
+        from preheat.cli.chat_json import choose_format, serve_requests
+
+        serve_requests(opened, *choose_format(opened, model, template), settings, system=system, seed=seed)
+        return
     layout, source = generation.choose_template(opened, model, template, True)
     assert layout is not None
     generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")
@@ -79,7 +100,7 @@ def chat(
         import readline  # noqa: F401  # arrow keys and history at the prompt
 
         generation.note("/help lists commands; /quit ends")
-    while (line := _read_line(live)) is not None:
+    while (line := read_line(live)) is not None:
         line = line.strip()
         try:
             if line == "/quit":
@@ -94,7 +115,12 @@ def chat(
             say(f"error: {shorten(str(error), 700)}", error=True)
 
 
-def _read_line(live: bool) -> str | None:
+def read_line(live: bool) -> str | None:
+    """Returns the next line of the input, or None at its end.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
     from preheat.errors import DataError
 
     if not live:

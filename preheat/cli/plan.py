@@ -149,6 +149,12 @@ def plan(
         Path | None, typer.Option("--out", help="Write the recipe to this file, for `preheat train`.")
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML page with plots to this file.")] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            "--figures", help="Write the data of the page's plots, such as all candidates, to this JSON file."
+        ),
+    ] = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -234,6 +240,7 @@ def plan(
         write=write,
         out=out,
         html=html,
+        figures=figures,
         verbose=verbose,
     )
     if offers:

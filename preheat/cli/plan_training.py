@@ -65,7 +65,9 @@ class _Question:
         from preheat.planning.answer_cache import compute_key
 
         # The options of the output change no answer.
-        options = asdict(replace(self.options, out=None, html=None, write=None, verbose=False, json=False))
+        options = asdict(
+            replace(self.options, out=None, html=None, figures=None, write=None, verbose=False, json=False)
+        )
         hosts = [self.devices, self.per_host]
         return compute_key(
             self.subject.recipe,
@@ -102,7 +104,7 @@ def _find_answer(question: _Question) -> tuple[_Question, Answer]:
 
     options, subject, key = question.options, question.subject, question.key
     stored = answer_cache.load(key) if key is not None else None
-    if stored is not None and (options.html is None or stored.figures is not None):
+    if stored is not None and (not options.has_plots or stored.figures is not None):
         return question, stored
     if not options.json:
         print_progress("dry run: starting")  # the imports take seconds
@@ -123,7 +125,7 @@ def _find_answer(question: _Question) -> tuple[_Question, Answer]:
     if result.searched.interrupted:
         # The best so far is no answer to store, and the page takes another dry run.
         return question, answer_cache.Answer(result, text, None)
-    answer = answer_cache.Answer(result, text, None if options.html is None else page())
+    answer = answer_cache.Answer(result, text, page() if options.has_plots else None)
     if key is not None:
         answer_cache.store(key, answer)
     return question, answer
@@ -312,6 +314,10 @@ def _print(question: _Question, again: Sequence[str], result: Plan, text: str, f
         from preheat.report.plan_page import write_plan
 
         write_plan(result, figures, build_page_texts(result, assumed=assumed, command=command), text, options.html)
+    if options.figures is not None and figures is not None:
+        from preheat.files import to_json, write_user_file
+
+        write_user_file(options.figures, to_json(figures) + "\n", marks=['{"timeline": '])
     written = options.write is not None and _write_improved(question, options.write, result)
     if options.write is not None and not written:
         # Before the answer, which ends the command if nothing fits.

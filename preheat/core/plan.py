@@ -549,6 +549,7 @@ class Candidate:
         techniques: the same without the micro-batch.
         verdict: None: estimated, without a dry run.
         best: True for the chosen one.
+        recipe: `techniques` of its recipe, if it was dry-run.
     """
 
     what: str
@@ -557,6 +558,7 @@ class Candidate:
     tokens_per_second: float
     verdict: Verdict | None = None
     best: bool = False
+    recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

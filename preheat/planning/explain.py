@@ -143,6 +143,7 @@ def build_figures(result: SearchResult, request: Request) -> PlanFigures:
                 s.plan.tokens_per_second,
                 s.plan.verdict,
                 best=s is result.best,
+                recipe=recipes.to_values(s.recipe)["techniques"],
             )
             for s in result.evaluated
         ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -14,11 +16,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
-from preheat.web import api_page, events, run_page, runs_page
+from preheat.web import api_page, chat_page, data_page, events, plan_page, run_page, runs_page, start_page
 from preheat.web.catalogue import Catalogue
+from preheat.web.jobs import Jobs
 from preheat.web.security import Guard
 from preheat.web.settings import Settings, State
 from preheat.web.templating import render
+from preheat.web.user_files import UserFiles
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-PAGES = (runs_page, run_page, api_page, events)
+PAGES = (runs_page, run_page, plan_page, start_page, data_page, chat_page, api_page, events)
 """Modules of pages; each has `routes()`."""
 
 
@@ -39,9 +43,22 @@ def create_app(settings: Settings) -> Starlette:
         HTTPException: _show_http_error,
         PreheatError: _show_error,
     }
-    app = Starlette(routes=routes, middleware=[Middleware(Guard, settings=settings)], exception_handlers=handlers)
-    app.state.ui = State(settings, Catalogue(settings.folders))
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, settings=settings)],
+        exception_handlers=handlers,
+        lifespan=_end_jobs,
+    )
+    app.state.ui = State(settings, Catalogue(settings.folders), Jobs(), UserFiles(settings.folders))
     return app
+
+
+@asynccontextmanager
+async def _end_jobs(app: Starlette) -> AsyncIterator[None]:
+    """Ends the commands with the server."""
+    yield
+    state: State = app.state.ui
+    await run_in_threadpool(state.jobs.close)
 
 
 async def _send_style(request: Request) -> Response:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
 
     from preheat.web.catalogue import Catalogue
+    from preheat.web.jobs import Jobs
+    from preheat.web.user_files import UserFiles
 
 __all__ = ["Settings", "State", "state_of"]
 
@@ -53,6 +55,8 @@ class State:
 
     settings: Settings
     catalogue: Catalogue
+    jobs: Jobs
+    files: UserFiles
 
 
 def state_of(connection: HTTPConnection) -> State:

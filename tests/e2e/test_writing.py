@@ -259,3 +259,17 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     assert "plain text" in error
     assert plain_out.startswith("What is 3?")
     assert preheat.here("chat", "runs/small", "--tokens", "8", said="What is 3?\n")[0] == out
+    # For programs: the same answer as records, token by token; a bad request is an error and ends nothing.
+    said = '{"mesage": "x"}\n{"message": "What is 3?"}\n{"reset": true}\n{"message": "What is 3?"}\n'
+    lines = preheat.here("chat", "runs/small", "--json", "--tokens", "8", said=said)[0].splitlines()
+    ready, error, *parts = [json.loads(line) for line in lines]
+    assert ready["ready"]["step"] == 3
+    assert ready["ready"]["format"] == "chat, alpaca, as the run was trained"
+    assert "must have one of the keys message, system, reset" in error["error"]
+    answers = [part["answer"]["text"] for part in parts if "answer" in part]
+    assert answers == [chat["text"]] * 2
+    assert "".join(part.get("text", "") for part in parts) == 2 * chat["text"]
+    before = preheat.here(
+        "chat", "runs/small", "--json", "--before", "--tokens", "8", said='{"message": "What is 3?"}\n'
+    )
+    assert json.loads(before[0].splitlines()[-1])["answer"]["text"] == chat["before"]

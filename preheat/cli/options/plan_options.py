@@ -73,6 +73,7 @@ class TrainingPlanOptions(PlanOptions):
     Attributes:
         solve: key to find the largest value of.
         write: another trainer's file with the improvements of the plan.
+        figures: file for the data of the page's plots.
     """
 
     batch_tokens: int | None
@@ -84,7 +85,13 @@ class TrainingPlanOptions(PlanOptions):
     write: Path | None
     out: Path | None
     html: Path | None
+    figures: Path | None
     verbose: bool
+
+    @property
+    def has_plots(self) -> bool:
+        """True if the data of plots is asked for, which takes another dry run."""
+        return self.html is not None or self.figures is not None
 
 
 def parse_price(text: str) -> Price:

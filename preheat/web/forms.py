@@ -1,0 +1,126 @@
+"""Fields of forms: their help from the recipe's own descriptions, and the checks of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import parse_qsl
+
+from preheat.core import schema
+from preheat.core.schema import field_docs
+from preheat.errors import RecipeError
+from preheat.sanitize import quote_value
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+__all__ = ["Choice", "Field", "clean_values", "describe_key", "fill", "read_form", "read_number"]
+
+_SECTIONS = {
+    "model": schema.Model,
+    "data": schema.Data,
+    "batch": schema.Batch,
+    "optimizer": schema.Optimizer,
+    "parallel": schema.Parallel,
+    "sample": schema.Sample,
+    "stop": schema.Stop,
+}
+_LONGEST = 2000
+"""Characters of a value."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An entry of a list to choose from; `group` is its heading."""
+
+    value: str
+    label: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a form.
+
+    Attributes:
+        name: its key in the form and in the URL of the page.
+        help: the sentence below it.
+        kind: "suggest" is a text with a list of suggestions.
+        groups: {heading: choices} of a "select" or "suggest".
+        value: what it shows at first.
+    """
+
+    name: str
+    label: str
+    help: str
+    kind: Literal["text", "number", "select", "suggest", "area"] = "text"
+    groups: Mapping[str, Sequence[Choice]] = field(default_factory=dict)
+    value: str = ""
+    placeholder: str = ""
+    minimum: int | None = None
+
+    @property
+    def brief(self) -> str:
+        """The first sentence of its help."""
+        return self.help.partition(". ")[0].rstrip(".") + "."
+
+    @property
+    def rest(self) -> str:
+        return self.help.partition(". ")[2]
+
+
+@cache
+def describe_key(key: str) -> str:
+    """Returns the description of a key of the recipe, such as batch.seq_len."""
+    section, _, name = key.partition(".")
+    return " ".join(field_docs(_SECTIONS[section])[name].split()).replace("`", "")
+
+
+def fill(fields: Sequence[Field], values: Mapping[str, str]) -> list[Field]:
+    """Returns the fields with the values of a URL."""
+    return [replace(field, value=values.get(field.name, field.value)) for field in fields]
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """Returns the values of a submitted form that are not empty.
+
+    Raises:
+        RecipeError: it is no form, or a value is too long or has a line break where none belongs.
+    """
+    try:
+        pairs = parse_qsl((await request.body()).decode(), max_num_fields=100)
+    except ValueError:
+        raise RecipeError("the request is no form; load the page again") from None
+    return clean_values(pairs)
+
+
+def clean_values(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Returns values of a form or of a URL by name, without spaces around them and without empty ones."""
+    values = {}
+    for name, text in pairs:
+        value = text.strip()
+        if len(value) > _LONGEST:
+            raise RecipeError(f"{quote_value(name)}: has {len(value):,} characters; {_LONGEST:,} are allowed")
+        if "\x00" in value:
+            raise RecipeError(f"{quote_value(name)}: has a null character; remove it")
+        if value:
+            values[name] = value
+    return values
+
+
+def read_number(values: Mapping[str, str], field: Field) -> int | None:
+    """Returns a whole number of a form, or None if its field is empty.
+
+    Raises:
+        RecipeError: it is no number, or too small.
+    """
+    text = values.get(field.name)
+    if text is None:
+        return None
+    digits = text.replace(",", "").replace("_", "")
+    least = field.minimum or 0
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 15 or int(digits) < least:
+        raise RecipeError(f"{field.label}: {quote_value(text)}: must be a whole number of at least {least:,}")
+    return int(digits)

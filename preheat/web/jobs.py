@@ -1,0 +1,618 @@
+"""Child processes of the dashboard: commands of preheat that answer, and a queue of one training.
+
+An answer (a plan, a data preview, a chat) ends with the server. A training goes on without it: it holds a lock in the
+cache, so that the next server knows that a training runs, which one, and how to stop it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+
+import psutil
+from starlette.exceptions import HTTPException
+
+from preheat.cache_folder import cache_folder, make_private
+from preheat.errors import RunError
+from preheat.files import lock_file, parse_json, read_bytes, read_record, to_json
+from preheat.hardware.child_processes import describe_exit, tie_to_parent
+from preheat.sanitize import escape_control_characters, shorten
+
+__all__ = ["Job", "JobState", "Jobs", "Training", "TrainingRecord", "read_answer", "read_running_training"]
+
+_MOST_OUTPUT = 64 << 20
+"""Bytes of one output of an answer; a plan has 100 kB, and a data preview of long rows a few MB."""
+_MOST_ANSWERS = 8
+"""Commands that run at a time: each imports torch, which takes 300 MB."""
+_RECENT = 30
+"""Ended jobs whose output is kept."""
+_GRACE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL of an answer."""
+_TAIL = 64 << 10
+"""Bytes of a log that are looked through for its last line."""
+
+
+class JobState(StrEnum):
+    """State of a command."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Job:
+    """A command that answers; its methods may be called from any thread.
+
+    Attributes:
+        id: its name in URLs.
+        title: the command in a few words, for people.
+        folder: for the files that it writes; deleted with the job.
+        key: the question that it answers; None: it is not asked twice.
+        idle_s: seconds without `touch` after which it is ended.
+        problem: why it failed, in one sentence; "" if it did not.
+        exit_code: negative for a signal; None while it runs.
+    """
+
+    def __init__(self, title: str, folder: Path, limit_s: float, *, cwd: Path | None = None, key: str | None = None):
+        self.id = secrets.token_urlsafe(9)
+        self.title, self.folder, self.limit_s, self.key = title, folder, limit_s, key
+        self._cwd = cwd or folder
+        self.idle_s = math.inf
+        self._touched = time.monotonic()
+        self.started = time.time()
+        self.ended: float | None = None
+        self.state = JobState.RUNNING
+        self.problem = ""
+        self.exit_code: int | None = None
+        self._changed = threading.Condition()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_cancelled = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is JobState.RUNNING
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.time()) - self.started
+
+    @property
+    def output(self) -> Path:
+        """The file of its standard output."""
+        return self.folder / ".stdout"
+
+    @property
+    def progress(self) -> str:
+        """The last line of its standard error."""
+        return read_last_line(self.folder / ".stderr")
+
+    def touch(self) -> None:
+        """Says that a page still shows it."""
+        self._touched = time.monotonic()
+
+    def interrupt(self) -> None:
+        """Sends Ctrl-C, which ends an answer of a chat."""
+        with self._changed:
+            process = self._process
+        if process is not None and self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+
+    def cancel(self) -> None:
+        """Ends the process and its children; does nothing after its end."""
+        with self._changed:
+            self._is_cancelled = True
+            process = self._process
+        if process is not None and self.is_running:
+            _end_group(process)
+
+    def send(self, line: str) -> None:
+        """Writes a line to its standard input.
+
+        Raises:
+            RunError: the process has ended.
+        """
+        assert "\n" not in line, "a request is one line"
+        with self._changed:
+            stream = self._process.stdin if self._process is not None else None
+        try:
+            if stream is None or not self.is_running:
+                raise BrokenPipeError
+            stream.write(line.encode() + b"\n")
+            stream.flush()
+        except (BrokenPipeError, ValueError):
+            raise RunError(f"{self.title}: the process has ended; start it again") from None
+
+    def read_lines(self, offset: int, timeout: float) -> tuple[list[str], int]:
+        """Returns the complete lines of its output from an offset in bytes, and the offset behind them.
+
+        Args:
+            timeout: seconds to wait for a first line.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                data = b""
+                if self.output.exists():
+                    with self.output.open("rb") as file:
+                        file.seek(offset)
+                        data = file.read()
+                complete = data[: data.rfind(b"\n") + 1]
+                if complete:
+                    return complete.decode(errors="replace").splitlines(), offset + len(complete)
+                if not self.is_running or (left := end - time.monotonic()) <= 0:
+                    return [], offset
+                self._changed.wait(left)
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for its end; returns False if that does not come in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.is_running, timeout)
+
+    def _run(self, command: Sequence[str], *, talks: bool) -> None:
+        """Runs the command to its end, in a thread of its own, with which Linux ends the process."""
+        process = subprocess.Popen(
+            tie_to_parent(command),
+            cwd=self._cwd,
+            env=_environment(),
+            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        with self._changed:
+            self._process = process
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            _end_group(process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        readers = [
+            threading.Thread(target=self._copy, args=(stream, self.folder / name), daemon=True)
+            for stream, name in ((process.stdout, ".stdout"), (process.stderr, ".stderr"))
+        ]
+        for reader in readers:
+            reader.start()
+        problem = ""
+        while process.poll() is None:
+            if self.seconds > self.limit_s:
+                problem = f"it took longer than {self.limit_s / 60:,.0f} minutes and was ended; ask for less"
+            elif time.monotonic() - self._touched > self.idle_s:
+                problem = f"the page was closed for {self.idle_s:,.0f} s, so it was ended; start it again"
+            if problem:
+                _end_group(process)
+                process.wait()
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(1.0, max(0.0, self.limit_s - self.seconds) + 0.01))
+        # What it left behind: a child of it would hold the pipes open.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for reader in readers:
+            reader.join(_GRACE_S)
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        self._finish(process.returncode, problem)
+
+    def _copy(self, stream: IO[bytes], file: Path) -> None:
+        """Copies an output to a file, up to the limit; then the process is ended."""
+        size = 0
+        with stream, file.open("wb", buffering=0) as out:
+            while chunk := os.read(stream.fileno(), 1 << 16):
+                size += len(chunk)
+                if size > _MOST_OUTPUT:
+                    self.problem = f"it wrote more than {_MOST_OUTPUT >> 20} MiB and was ended"
+                    self.cancel()
+                    return
+                out.write(chunk)
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _finish(self, exit_code: int, problem: str) -> None:
+        if not problem and not self.problem and exit_code != 0 and not self._is_cancelled:
+            problem = read_error(self.folder / ".stderr", exit_code)
+        with self._changed:
+            self.problem = self.problem or problem
+            self.exit_code = exit_code
+            self.ended = time.time()
+            if self.problem:
+                self.state = JobState.FAILED
+            else:
+                self.state = JobState.CANCELLED if self._is_cancelled else JobState.DONE
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """A training as the next server finds it, in the file whose lock it holds.
+
+    Attributes:
+        run: its run folder.
+        log: file of its output.
+        started: seconds since 1970; with `pid` it identifies the process.
+    """
+
+    title: str
+    run: str
+    log: str
+    pid: int
+    started: float
+
+
+class Training:
+    """A training that waits, runs or has ended.
+
+    Attributes:
+        run: its run folder.
+        log: file of its output, beside the run.
+        problem: why it failed, in one sentence; "" if it did not.
+    """
+
+    def __init__(self, title: str, arguments: Sequence[str], run: Path, cwd: Path | None = None):
+        self.id = secrets.token_urlsafe(9)
+        self.title, self.arguments, self.run = title, tuple(arguments), run
+        self.cwd = cwd or run.parent
+        self.log = run.with_name(f"{run.name}.log")
+        self.queued = time.time()
+        self.state = JobState.WAITING
+        self.problem = ""
+        self.exit_code: int | None = None
+        self.pid: int | None = None
+        self.is_cancelled = False
+
+    @property
+    def progress(self) -> str:
+        """The last line of its log."""
+        return read_last_line(self.log)
+
+    def read_log(self) -> str:
+        """Returns the end of its log."""
+        return "\n".join(escape_control_characters(line) for line in _read_tail(self.log)[-60:])
+
+
+class Jobs:
+    """All commands that the server started, and the trainings of earlier servers that still run.
+
+    Args:
+        limit_s: seconds for which an answer may take.
+    """
+
+    def __init__(self, limit_s: float = 900.0):
+        self._limit_s = limit_s
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._answers: dict[str, Job] = {}
+        self._once: dict[tuple[str, ...], object] = {}
+        self._trainings: list[Training] = []
+        self._scratch: Path | None = None
+        self._worker: threading.Thread | None = None
+        self._is_closed = False
+
+    def create_folder(self) -> Path:
+        """Returns a new private folder for a job, to put files into before it starts."""
+        with self._lock:
+            if self._scratch is None:
+                self._scratch = Path(tempfile.mkdtemp(prefix="preheat-ui-"))
+        return Path(tempfile.mkdtemp(dir=self._scratch))
+
+    def start(
+        self,
+        title: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path | None = None,
+        cwd: Path | None = None,
+        limit_s: float | None = None,
+        key: str | None = None,
+        idle_s: float = math.inf,
+        talks: bool = False,
+    ) -> Job:
+        """Starts `preheat ARGUMENTS` and returns at once.
+
+        Args:
+            folder: the folder of its files, of `create_folder`; default: a new one.
+            cwd: its working folder; default: `folder`.
+            key: the question that it answers: a job that answers the same one is returned instead.
+            idle_s: seconds without `Job.touch` after which it is ended.
+            talks: it reads requests from its standard input.
+
+        Raises:
+            RunError: too many commands run.
+        """
+        job = Job(title, folder or self.create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
+        job.idle_s = idle_s
+        with self._lock:
+            for other in self._answers.values():
+                if key is not None and other.key == key and (other.is_running or other.exit_code in (0, 3)):
+                    shutil.rmtree(job.folder, ignore_errors=True)
+                    return other
+            running = [other for other in self._answers.values() if other.is_running]
+            if len(running) >= _MOST_ANSWERS:
+                raise RunError(f"{len(running)} commands run already; cancel some of them or wait")
+            self._answers[job.id] = job
+            ended = [other for other in self._answers.values() if not other.is_running]
+            for old in ended[: max(0, len(ended) - _RECENT)]:
+                del self._answers[old.id]
+                shutil.rmtree(old.folder, ignore_errors=True)
+        threading.Thread(target=job._run, args=(_command(arguments),), kwargs={"talks": talks}, daemon=True).start()
+        return job
+
+    def ask_once(self, arguments: Sequence[str]) -> object:
+        """Returns the JSON that `preheat ARGUMENTS` prints; the command runs once in the life of the server.
+
+        Raises:
+            RunError: it failed.
+        """
+        key = tuple(arguments)
+        with self._lock:
+            if key in self._once:
+                return self._once[key]
+        job = self.start(" ".join(arguments), arguments, limit_s=60.0)
+        job.wait(70.0)
+        if job.state is not JobState.DONE:
+            raise RunError(f"preheat {job.title}: {job.problem or 'was cancelled'}")
+        answer = read_answer(job)
+        with self._lock:
+            self._once[key] = answer
+        return answer
+
+    def find(self, id: str) -> Job:
+        """Returns an answer.
+
+        Raises:
+            HTTPException: 404, there is none; the server was restarted since, or it is an old one.
+        """
+        with self._lock:
+            job = self._answers.get(id)
+        if job is None:
+            raise HTTPException(404, "The server does not have this result any more; ask again.")
+        return job
+
+    def queue_training(self, title: str, arguments: Sequence[str], run: Path, *, cwd: Path | None = None) -> Training:
+        """Queues `preheat ARGUMENTS`, which trains the run folder `run`; it starts when no other training runs.
+
+        Args:
+            cwd: its working folder; default: that of the run folder.
+
+        Raises:
+            RunError: a training of this folder waits or runs already.
+        """
+        training = Training(title, arguments, run, cwd)
+        with self._changed:
+            if any(t.run == run for t in self._trainings if t.state in (JobState.WAITING, JobState.RUNNING)):
+                raise RunError(f"{run.name}: this run waits or trains already")
+            self._trainings.append(training)
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._train_in_turn, daemon=True)
+                self._worker.start()
+            self._changed.notify_all()
+        return training
+
+    def list_trainings(self) -> list[Training]:
+        """Returns the trainings in the order of the queue, with one of an earlier or another server first."""
+        with self._lock:
+            ours = list(self._trainings)
+        record = read_running_training()
+        if record is not None and all(t.pid != record.pid for t in ours):
+            other = Training(record.title, (), Path(record.run))
+            other.id, other.log, other.pid = "running", Path(record.log), record.pid
+            other.queued, other.state = record.started, JobState.RUNNING
+            return [other, *ours]
+        return ours
+
+    def find_training(self, id: str) -> Training:
+        """Returns a training; "running" is the one of another server.
+
+        Raises:
+            HTTPException: 404, there is none.
+        """
+        for training in self.list_trainings():
+            if training.id == id:
+                return training
+        raise HTTPException(404, "The server does not know this training any more; see the list of runs.")
+
+    def cancel_training(self, id: str) -> None:
+        """Takes a training out of the queue, or stops it: it finishes its step and saves a checkpoint."""
+        training = self.find_training(id)
+        with self._changed:
+            if training.state is JobState.WAITING:
+                training.state, training.is_cancelled = JobState.CANCELLED, True
+                self._changed.notify_all()
+                return
+            if training.state is not JobState.RUNNING or training.pid is None:
+                return
+            training.is_cancelled = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(training.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        """Ends the answers and drops the queue; a training that runs goes on."""
+        with self._changed:
+            self._is_closed = True
+            answers = list(self._answers.values())
+            self._changed.notify_all()
+        for job in answers:
+            job.cancel()
+        for job in answers:
+            job.wait(_GRACE_S + 1)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _train_in_turn(self) -> None:
+        """Starts the trainings one after the other, also after that of another server."""
+        while True:
+            with self._changed:
+                waiting = next((t for t in self._trainings if t.state is JobState.WAITING), None)
+                if self._is_closed:
+                    return
+                if waiting is None:
+                    self._changed.wait()
+                    continue
+            lock = _open_lock()
+            try:
+                lock_file(lock)
+            except BlockingIOError:
+                lock.close()
+                with self._changed:
+                    self._changed.wait(1.0)
+                continue
+            with lock:
+                process = self._start_training(waiting, lock)
+            if process is not None:
+                self._watch(waiting, process)
+
+    def _start_training(self, training: Training, lock: IO[str]) -> subprocess.Popen[bytes] | None:
+        """Starts a training that inherits the lock; returns None if it was cancelled or cannot be started."""
+        with self._changed:
+            if training.state is not JobState.WAITING or self._is_closed:
+                return None
+            training.state = JobState.RUNNING
+        try:
+            training.log.parent.mkdir(parents=True, exist_ok=True)
+            with training.log.open("ab") as log:
+                process = subprocess.Popen(
+                    _command(training.arguments),
+                    cwd=training.cwd,
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    # Held for as long as the process lives, whatever becomes of this server.
+                    pass_fds=(lock.fileno(),),
+                )
+        except OSError as error:
+            self._end(training, JobState.FAILED, f"{training.log}: cannot be written ({error.strerror})", None)
+            return None
+        record = TrainingRecord(training.title, str(training.run), str(training.log), process.pid, time.time())
+        lock.seek(0)
+        lock.truncate()
+        lock.write(to_json(record))
+        lock.flush()
+        training.pid = process.pid
+        return process
+
+    def _watch(self, training: Training, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if code == 0:
+            self._end(training, JobState.DONE, "", code)
+        elif training.is_cancelled:
+            self._end(training, JobState.CANCELLED, "", code)
+        else:
+            self._end(training, JobState.FAILED, read_error(training.log, code), code)
+
+    def _end(self, training: Training, state: JobState, problem: str, code: int | None) -> None:
+        with self._changed:
+            training.state, training.problem, training.exit_code = state, problem, code
+            self._changed.notify_all()
+
+
+def read_running_training() -> TrainingRecord | None:
+    """Returns the training that a server on this machine started and that still runs, or None."""
+    try:
+        with _open_lock() as lock:
+            try:
+                lock_file(lock)
+                return None
+            except BlockingIOError:
+                lock.seek(0)
+                record = read_record(TrainingRecord, parse_json(lock.read()))
+    except (OSError, ValueError):
+        return None  # it is being written
+    # A process of another user, or a number that another process has by now.
+    try:
+        created = psutil.Process(record.pid).create_time()
+    except psutil.Error:
+        return None
+    return record if created <= record.started + 1 else None
+
+
+def read_last_line(file: Path) -> str:
+    """Returns the last line of a text file that is not empty, shortened and without control characters; or ""."""
+    for line in reversed(_read_tail(file)):
+        if line.strip():
+            return shorten(escape_control_characters(line.strip()), 300)
+    return ""
+
+
+def read_error(file: Path, exit_code: int) -> str:
+    """Returns the message of a failed command from its standard error, or the way it ended."""
+    lines = _read_tail(file)
+    for line in reversed(lines):
+        if line.startswith("error: "):
+            return shorten(escape_control_characters(line.removeprefix("error: ").strip()), 1000)
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if exit_code == 3 and not last:
+        return "it does not fit in the memory of the device"
+    way = f"the command {describe_exit(exit_code)}"
+    return shorten(escape_control_characters(f"{way}: {last}" if last else way), 1000)
+
+
+def _read_tail(file: Path) -> list[str]:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL))
+            return stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def read_answer(job: Job) -> object:
+    """Returns the JSON that a command printed; None if it printed nothing.
+
+    Raises:
+        RunError: it is not JSON.
+    """
+    try:
+        data = read_bytes(job.output)
+        return parse_json(data) if data.strip() else None
+    except ValueError as error:
+        raise RunError(f"{job.title}: its output cannot be read ({error})") from None
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    # -P: a file named torch.py in the working folder would be imported otherwise.
+    return [sys.executable, "-P", "-m", "preheat", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Sends SIGTERM to a process and its children, and SIGKILL to those that are left after a while."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+
+    def kill() -> None:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(_GRACE_S, kill)
+    timer.daemon = True
+    timer.start()
+
+
+def _open_lock() -> IO[str]:
+    """Returns the file whose lock a training holds."""
+    folder = cache_folder() / "ui"
+    make_private(folder)
+    return (folder / "training").open("a+", encoding="utf-8")

@@ -1,0 +1,143 @@
+"""Child processes of the dashboard, with the real command line."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from preheat.errors import RunError
+from preheat.web import jobs as jobs_module
+from preheat.web.jobs import Jobs, JobState, read_answer, read_running_training
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+    jobs = Jobs(limit_s=120)
+    yield jobs
+    jobs.close()
+
+
+def wait_for(condition: object, seconds: float = 90) -> None:
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "too late"
+        time.sleep(0.05)
+
+
+def test_an_answer_is_read(jobs: Jobs) -> None:
+    job = jobs.start("Models", ["models", "show", "--json", "--", "qwen2.5-0.5b"])
+    assert job.wait(60)
+    assert job.state is JobState.DONE, job.problem
+    answer = read_answer(job)
+    assert isinstance(answer, dict)
+    assert answer["name"] == "qwen2.5-0.5b"
+    assert jobs.find(job.id) is job
+
+
+def test_the_message_of_a_failed_command_is_its_problem(jobs: Jobs) -> None:
+    job = jobs.start("Plan", ["plan", "--json", "--gpu=H1000", "--", "1M"])
+    assert job.wait(60)
+    assert job.state is JobState.FAILED
+    assert job.exit_code == 2
+    assert "H1000" in job.problem
+    assert "\n" not in job.problem
+    assert not job.problem.startswith("error")
+
+
+def test_text_that_looks_like_an_option_stays_text(jobs: Jobs) -> None:
+    job = jobs.start("Models", ["models", "show", "--json", "--", "--help"])
+    assert job.wait(60)
+    assert job.exit_code == 2
+    assert "--help" in job.problem
+
+
+def test_cancelling_ends_the_process(jobs: Jobs) -> None:
+    job = jobs.start("Plan", ["plan", "--json", "--gpu=H100", "--", "qwen2.5-0.5b"])
+    wait_for(lambda: job._process is not None)
+    assert job._process is not None
+    pid = job._process.pid
+    job.cancel()
+    assert job.wait(10)
+    assert job.state is JobState.CANCELLED
+    assert job.problem == ""
+    assert not psutil.pid_exists(pid)
+
+
+def test_the_time_limit_is_a_problem(jobs: Jobs) -> None:
+    job = jobs.start("Plan", ["plan", "--json", "--gpu=H100", "--", "qwen2.5-0.5b"], limit_s=0.2)
+    assert job.wait(10)
+    assert job.state is JobState.FAILED
+    assert "longer than" in job.problem
+
+
+def test_output_is_bounded(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "_MOST_OUTPUT", 1000)
+    job = jobs.start("Models", ["models"])
+    assert job.wait(60)
+    assert job.state is JobState.FAILED
+    assert "MiB" in job.problem
+    assert job.output.stat().st_size <= 1000
+
+
+def test_answers_are_limited_in_number_and_end_with_the_server(jobs: Jobs) -> None:
+    running = [jobs.start("Plan", ["plan", "--gpu=H100", "--", "7B"]) for _ in range(jobs_module._MOST_ANSWERS)]
+    with pytest.raises(RunError, match="cancel"):
+        jobs.start("Plan", ["plan", "--gpu=H100", "--", "7B"])
+    folders = [job.folder for job in running]
+    jobs.close()
+    assert not any(job.is_running for job in running)
+    assert not any(folder.exists() for folder in folders)
+
+
+TINY = ["--set=model.size=0.1M", "--set=batch.seq_len=64", "--set=batch.size=2", "--set=checkpoint.every_minutes=0"]
+
+
+def test_trainings_queue_and_survive_the_server(jobs: Jobs, tmp_path: Path) -> None:
+    first = jobs.queue_training("a", ["train", f"--out={tmp_path / 'a'}", *TINY, "--", "demo"], tmp_path / "a")
+    second = jobs.queue_training("b", ["train", f"--out={tmp_path / 'b'}", *TINY, "--", "demo"], tmp_path / "b")
+    with pytest.raises(RunError, match="already"):
+        jobs.queue_training("a", ["train", "--", "demo"], tmp_path / "a")
+    wait_for(lambda: first.pid is not None)
+    assert second.state is JobState.WAITING
+    # The server ends; the training does not, and the next server finds it and queues behind it.
+    jobs.close()
+    assert first.pid is not None
+    assert psutil.pid_exists(first.pid)
+    record = read_running_training()
+    assert record is not None
+    assert record.pid == first.pid
+    assert record.run == str(tmp_path / "a")
+    later = Jobs()
+    (other,) = later.list_trainings()
+    assert other.run == tmp_path / "a"
+    assert other.state is JobState.RUNNING
+    third = later.queue_training("c", ["train", "--", "no-such-recipe"], tmp_path / "c")
+    time.sleep(0.5)
+    assert third.state is JobState.WAITING
+    # The trainer has set its handler by the time that it writes its first line.
+    wait_for(lambda: first.log.stat().st_size > 0)
+    later.cancel_training(other.id)
+    wait_for(lambda: third.state is JobState.FAILED)
+    assert "no-such-recipe" in third.problem
+    assert not psutil.pid_exists(first.pid) or psutil.Process(first.pid).status() == psutil.STATUS_ZOMBIE
+    assert read_running_training() is None
+    later.close()
+
+
+def test_a_waiting_training_can_be_taken_out(jobs: Jobs, tmp_path: Path) -> None:
+    first = jobs.queue_training("a", ["train", f"--out={tmp_path / 'a'}", *TINY, "--", "demo"], tmp_path / "a")
+    second = jobs.queue_training("b", ["train", f"--out={tmp_path / 'b'}", *TINY, "--", "demo"], tmp_path / "b")
+    wait_for(lambda: first.pid is not None)
+    jobs.cancel_training(second.id)
+    assert second.state is JobState.CANCELLED
+    assert first.pid is not None
+    os.killpg(first.pid, signal.SIGKILL)
+    wait_for(lambda: first.state is JobState.FAILED)
+    assert "SIGKILL" in first.problem
+    assert second.pid is None
