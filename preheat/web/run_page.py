@@ -9,16 +9,16 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from preheat.core.run_records import Fallback
+from preheat.core.run_records import Fallback, Measured
 from preheat.core.step_profile import StepProfile
 from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record
@@ -51,7 +51,9 @@ _MOST_EVENTS = 200
 _SILENT_S = 20.0
 """Seconds without a status after which a rank counts as silent; it publishes one every 5 s."""
 _MOST_KEPT = 32
-"""Runs whose rendered sections stay in memory."""
+"""Runs whose rendered sections and records stay in memory."""
+_SAMPLES = 6
+"""Newest samples of the machine that are judged: those of a minute."""
 _CURVES = {
     "loss": "Training loss",
     "validation_loss": "Validation loss",
@@ -142,6 +144,8 @@ class _Details:
 
 
 _details: dict[Path, _Details] = {}
+_evidence: dict[Path, tuple[tuple[tuple[int, int], ...], Evidence]] = {}
+_Value = TypeVar("_Value")
 
 
 async def _show(request: Request) -> Response:
@@ -149,16 +153,12 @@ async def _show(request: Request) -> Response:
     live, keys = await run_in_threadpool(lambda: (_read_live(entry), list_keys(entry)))
     curves = [(key, title) for key, title in _CURVES.items() if key in keys or key == "loss"]
     more = [key for key in keys if key not in _CURVES]
-    return render(request, "run.html", entry=entry, curves=curves, more=more, **_values(live))
+    return render(request, "run.html", entry=entry, curves=curves, more=more, **vars(live))
 
 
 async def _show_live(request: Request) -> Response:
     entry = _find(request)
-    return render(request, "_run_live.html", entry=entry, **_values(await run_in_threadpool(_read_live, entry)))
-
-
-def _values(live: _Live) -> dict[str, Any]:
-    return dict(vars(live))
+    return render(request, "_run_live.html", entry=entry, **vars(await run_in_threadpool(_read_live, entry)))
 
 
 async def _show_timeline(request: Request) -> Response:
@@ -166,7 +166,8 @@ async def _show_timeline(request: Request) -> Response:
     rows = await run_in_threadpool(lambda: _group_marks(read_marks(entry)))
     left_out = max(0, len(rows) - _MOST_EVENTS)
     begin = next((row.time for row in rows if row.time is not None), None)
-    return render(request, "_run_timeline.html", rows=rows[-_MOST_EVENTS:][::-1], begin=begin, left_out=left_out)
+    shown = rows[-_MOST_EVENTS:][::-1]
+    return render(request, "_run_timeline.html", entry=entry, rows=shown, begin=begin, left_out=left_out)
 
 
 async def _show_details(request: Request) -> Response:
@@ -214,16 +215,38 @@ def _read_live(entry: RunEntry) -> _Live:
 
 
 def _collect_evidence(reader: Reader, run: RunSummary, *, is_live: bool) -> Evidence:
-    measured = reader.measured()
-    return Evidence(
-        plan=reader.plan,
+    return replace(
+        _read_evidence(reader),
         tokens_per_second=run.tokens_per_second,
-        measured=measured if measured.time is not None else None,
-        profile=_read_profile(reader.path),
-        fallbacks=[event for event in reader.events(Fallback) if event.changed],
-        system=reader.newest_system()[-6:],
+        system=reader.newest_system()[-_SAMPLES:],
         is_live=is_live,
     )
+
+
+def _read_evidence(reader: Reader) -> Evidence:
+    """Returns what the files of a run say that do not change with each step; they are read again when they change."""
+    run = reader.path
+    signature = tuple(_read_signature(run / name) for name in ("plan.json", "events.jsonl", f"{PROFILE}/profile.json"))
+    known = _evidence.get(run)
+    if known is not None and known[0] == signature:
+        return known[1]
+    events = reader.events()
+    evidence = Evidence(
+        plan=reader.plan,
+        measured=next((event for event in reversed(events) if isinstance(event, Measured)), None),
+        profile=_read_profile(run),
+        fallbacks=[event for event in events if isinstance(event, Fallback) and event.changed],
+    )
+    _store(_evidence, run, (signature, evidence))
+    return evidence
+
+
+def _store(cache: dict[Path, _Value], run: Path, value: _Value) -> None:
+    """Stores what was read of a run, and drops the oldest entry of a full cache."""
+    cache.pop(run, None)
+    cache[run] = value
+    while len(cache) > _MOST_KEPT:
+        cache.pop(next(iter(cache)), None)
 
 
 def _read_profile(run: Path) -> StepProfile | None:
@@ -298,9 +321,7 @@ def _read_details(run: Path) -> _Details:
     # The report escapes all texts of the run.
     sections = [_Section(name, title, Markup(content)) for name, title, content in parts if content]
     details = _Details(signature, Markup(run_page.render_setup(figures.setup)), sections, figures.damaged)
-    _details[run] = details
-    while len(_details) > _MOST_KEPT:
-        _details.pop(next(iter(_details)), None)
+    _store(_details, run, details)
     return details
 
 
