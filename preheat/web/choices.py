@@ -42,7 +42,7 @@ def load_choices(jobs: Jobs) -> Choices:
         ),
         recipes=tuple(Choice(name, str(text)) for name, text in _read_table(recipes, "recipes").items()),
         devices=tuple(
-            Choice(name, f"{name}, {format_memory(device['memory'] / 2**30)}")
+            Choice(name, f"{name}, {format_memory(float(device['memory']) / 2**30)}")
             for name, device in _read_table(devices, "devices").items()
         ),
     )

@@ -167,15 +167,19 @@ class Job:
 
     def _run(self, command: Sequence[str], *, talks: bool) -> None:
         """Runs the command to its end, in a thread of its own, with which Linux ends the process."""
-        process = subprocess.Popen(
-            tie_to_parent(command),
-            cwd=self._cwd,
-            env=_environment(),
-            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                tie_to_parent(command),
+                cwd=self._cwd,
+                env=_environment(),
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:  # no memory, or the folder is gone
+            self._finish(1, f"the command cannot be started ({error.strerror}); free memory and try again")
+            return
         with self._changed:
             self._process = process
             is_cancelled = self._is_cancelled

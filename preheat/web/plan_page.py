@@ -33,12 +33,9 @@ if TYPE_CHECKING:
     from preheat.web.settings import State
 
 __all__ = [
-    "choose_cwd",
     "choose_recipe",
     "find_file",
-    "find_model_argument",
     "list_data_choices",
-    "list_model_fields",
     "read_page_body",
     "read_recipe",
     "routes",
@@ -67,19 +64,13 @@ def routes() -> list[Route]:
     ]
 
 
-def list_model_fields(choices: Choices, state: State, *, runs: bool = False) -> list[Field]:
-    """Returns the fields that choose a model or recipe: by name, and from the folders.
-
-    Args:
-        runs: also offer the runs.
-    """
+def _list_model_fields(choices: Choices, state: State) -> list[Field]:
+    """Returns the fields that choose a model or recipe: by name, and from the folders."""
     files = state.files
     local = {
         "Recipes": [Choice(file.id, file.name) for file in files.list_files("recipe")],
         "Models": [Choice(file.id, file.name) for file in files.list_files("model")],
     }
-    if runs:
-        local["Runs"] = [Choice(entry.id, entry.name) for entry in state.catalogue.list_runs()]
     sizes = [Choice(size, "a new Llama of this size") for size in ("1M", "15M", "60M", "350M", "1.1B", "7B")]
     groups = {"Sizes": sizes, "Recipes": choices.recipes, "Models": choices.models}
     return [
@@ -132,7 +123,7 @@ def choose_recipe(state: State, choices: Choices, value: str) -> tuple[str, Path
 
 def _list_fields(choices: Choices, state: State) -> list[Field]:
     return [
-        *list_model_fields(choices, state),
+        *_list_model_fields(choices, state),
         Field("data", "Data", describe_key("data.source"), "select", list_data_choices(state)),
         Field(
             "device",
@@ -208,16 +199,16 @@ def _plan(state: State, values: Mapping[str, str], fields: Sequence[Field]) -> J
     folder = state.jobs.create_folder()
     arguments = _build_arguments(state, values, {field.name: field for field in fields}, folder)
     key = to_json(dict(values))
-    return state.jobs.start(title, arguments, folder=folder, cwd=choose_cwd(values, folder), key=key)
+    return state.jobs.start(title, arguments, folder=folder, cwd=_choose_cwd(values, folder), key=key)
 
 
-def choose_cwd(values: Mapping[str, str], folder: Path) -> Path:
+def _choose_cwd(values: Mapping[str, str], folder: Path) -> Path:
     """Returns the working folder of a command: the server's for a file, in which its relative paths are meant."""
     # A name of the hub must not lead to a folder of that name.
     return Path.cwd() if "local" in values else folder
 
 
-def find_model_argument(state: State, values: Mapping[str, str]) -> str:
+def _find_model_argument(state: State, values: Mapping[str, str]) -> str:
     """Returns the argument that names the model or recipe of a form.
 
     Raises:
@@ -228,7 +219,7 @@ def find_model_argument(state: State, values: Mapping[str, str]) -> str:
             for file in state.files.list_files(kind):
                 if file.id == id:
                     return str(file.path)
-        return str(state.catalogue.find(id).path)
+        raise HTTPException(404, "The chosen recipe or model does not exist any more; choose another one.")
     name = values.get("model")
     if name is None:
         raise RecipeError("Model or recipe: is empty; name a model, a size such as 15M, or a recipe, such as demo")
@@ -244,7 +235,7 @@ def _build_arguments(
     state: State, values: Mapping[str, str], fields: Mapping[str, Field], folder: Path
 ) -> Sequence[str]:
     """Returns the command of a form; each value is a part of one argument, so none of them can be an option."""
-    what = find_model_argument(state, values)
+    what = _find_model_argument(state, values)
     arguments = ["plan", "--json"]
     device = values.get("device", _THIS_MACHINE)
     if device != _THIS_MACHINE:
@@ -320,7 +311,7 @@ def _read_shown(job: Job) -> _ShownPlan:
     figures = _read_figures(job)
     if figures is None:
         return _ShownPlan(head, body, None)
-    candidates = list_candidates(figures)
+    candidates = _list_candidates(figures)
     points = [
         Point(
             n,
@@ -336,7 +327,7 @@ def _read_shown(job: Job) -> _ShownPlan:
     return _ShownPlan(head, body, arrange(points, answer["available_gib"]) if len(points) > 1 else None)
 
 
-def list_candidates(figures: PlanFigures) -> list[Candidate]:
+def _list_candidates(figures: PlanFigures) -> list[Candidate]:
     """Returns the dry-run candidates, then the estimated ones that no dry run looked at."""
     known = {candidate.what for candidate in figures.tried}
     return [*figures.tried, *(candidate for candidate in figures.guesses if candidate.what not in known)]
@@ -350,7 +341,7 @@ def _read_figures(job: Job) -> PlanFigures | None:
 async def _show_candidate(request: Request) -> Response:
     job = state_of(request).jobs.find(request.path_params["id"])
     figures = await run_in_threadpool(_read_figures, job)
-    candidates = list_candidates(figures) if figures is not None else []
+    candidates = _list_candidates(figures) if figures is not None else []
     number = request.path_params["number"]
     if number >= len(candidates):
         raise HTTPException(404, "The plan has no such candidate; ask again.")

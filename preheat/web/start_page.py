@@ -108,18 +108,26 @@ async def _show(request: Request) -> Response:
     values = clean_values(request.query_params.multi_items())
     choices = await run_in_threadpool(load_choices, state.jobs)
     plan = values.get("plan")
-    context: dict[str, object] = {"plan_id": plan, "recipe": None, "planned": None, "device": None}
-    name = ""
+    recipe, planned, device, name = None, None, None, ""
     if plan is not None:
         job = state.jobs.find(plan)
-        context["recipe"] = await run_in_threadpool(read_recipe, job)
-        context["planned"] = answer = await run_in_threadpool(read_answer, job)
-        context["device"] = _read_question(job).get("device")
-        assert isinstance(answer, dict)
-        name = await run_in_threadpool(_choose_name, state, str(answer["recipe"]["name"]))
+        recipe = await run_in_threadpool(read_recipe, job)
+        planned = await run_in_threadpool(read_answer, job)
+        device = _read_question(job).get("device")
+        assert isinstance(planned, dict)
+        name = await run_in_threadpool(_choose_name, state, str(planned["recipe"]["name"]))
     fields = await run_in_threadpool(lambda: _list_fields(state, choices.recipes, name, is_planned=plan is not None))
-    context |= {"fields": fill(fields, values), "launch_fields": _LAUNCH_FIELDS}
-    return render(request, "start.html", trainings=await run_in_threadpool(_describe_queue, state), **context)
+    return render(
+        request,
+        "start.html",
+        plan_id=plan,
+        recipe=recipe,
+        planned=planned,
+        device=device,
+        fields=fill(fields, values),
+        launch_fields=_LAUNCH_FIELDS,
+        trainings=await run_in_threadpool(_describe_queue, state),
+    )
 
 
 def _read_question(job: Job) -> Mapping[str, str]:

@@ -49,7 +49,7 @@ def test_from_a_plan_to_a_chat(page: Page, dashboard: Dashboard) -> None:
         expect(log.locator(".turn.user pre")).to_have_text("def main(")
         expect(log.locator(".turn.model pre")).not_to_be_empty(timeout=PATIENCE_MS)
     expect(page.get_by_text("tokens a second")).to_have_count(2, timeout=PATIENCE_MS)
-    page.get_by_role("button", name="End").click()
+    page.get_by_role("button", name="End", exact=True).click()
     expect(page.get_by_text("The chat has ended; open it again.")).to_have_count(2)
 
 

@@ -108,6 +108,11 @@ def test_a_plan_asked_again_is_printed_without_torch(preheat: Command) -> None:
         first, second = ((preheat.folder / f"{name}.{kind}").read_text() for name in ("first", "second"))
         assert second == first.replace("first.", "second.")  # the page names the next command
     assert again(*plan, "--json") == as_json
+    # The data of the page's plots: the chosen candidate is the plan, with the techniques of its recipe.
+    again(*plan, "--figures", "figures.json")
+    figures, planned = json.loads((preheat.folder / "figures.json").read_text()), json.loads(as_json)
+    (best,) = [candidate for candidate in figures["tried"] if candidate["best"]]
+    assert (best["peak_gib"], best["recipe"]) == (planned["peak_gib"], planned["recipe"]["techniques"])
     # A device that is too small: the exit code is that of the first answer.
     small = ("plan", "r.yaml", "--gpu", "name=X,memory=1MiB,bandwidth=1,bf16=1,fp32=1", "--allow", "exact", "--json")
     refusal, _ = preheat.here(*small, code=3)
