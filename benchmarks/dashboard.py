@@ -23,12 +23,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from preheat import load_recipe, plan
 from preheat.core.plan import Plan
 from preheat.core.run_records import Checkpoint, EvaluationMetrics, Started, StepMetrics
 from preheat.files import to_json
-from preheat.hardware.probe import probe
-from preheat.recipe import dump
 from preheat.run.writer import Writer
 
 KEYS = ("loss", "validation_loss", "tokens_per_second", "gradient_norm", "lr", "memory")
@@ -168,6 +165,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary)) / "runs"
         if not folder.exists():
+            from preheat import load_recipe, plan
+            from preheat.recipe import dump
+
             recipe = load_recipe("demo")
             predicted, text = plan(recipe), dump(recipe)
             write_run(folder / "million", 1_000_000, predicted, text, 0)
@@ -176,7 +176,6 @@ def main() -> None:
                 for copy in range(1, 20):
                     shutil.copytree(folder / f"{number}-0", folder / f"{number}-{copy}")
         results = measure(folder, Path(temporary) / "cache")
-    results["machine"] = probe("cpu").name
     results["load"] = os.getloadavg()[0]
     print(json.dumps(results, indent=1))
     if arguments.out:

@@ -90,7 +90,12 @@ def test_new_lines_are_added_and_old_ones_are_not_read_again(run: RunEntry, monk
     restart(monkeypatch)
     lines: list[bytes] = []
     read = index_module.read_metrics
-    monkeypatch.setattr(index_module, "read_metrics", lambda line: lines.append(line) or read(line))
+
+    def record(line: bytes) -> StepMetrics | EvaluationMetrics:
+        lines.append(line)
+        return read(line)
+
+    monkeypatch.setattr(index_module, "read_metrics", record)
     summary = summarize(run)
     assert (summary.step, summary.loss, summary.validation_loss, summary.tokens_per_second) == (101, 0.5, 1.25, 256)
     assert read_losses(run) == expect_losses(run)
