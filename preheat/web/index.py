@@ -245,7 +245,7 @@ class _RunIndex:
             make_private(self.folder)
             with (self.folder / "lock").open("a") as lock:
                 lock_file(lock, wait=True)
-                self._reload()
+                self.reload()
                 if not all(file.is_same() for file in self.files):
                     self._load(_Saved(path=str(self.entry.path)))
                 is_changed = self._read_facts()
@@ -286,7 +286,7 @@ class _RunIndex:
             if time.monotonic() > end:
                 return False
 
-    def _reload(self) -> None:
+    def reload(self) -> None:
         """Reads index.json if another process, or an earlier one, wrote it."""
         file = self.folder / "index.json"
         try:
@@ -513,6 +513,8 @@ class _Indexes:
             index = self._indexes.get(entry.id)
             if index is None or index.folder.parent != cache_folder() / "dashboard":
                 index = self._indexes[entry.id] = _RunIndex(entry)
+                # Shown at once, and then brought up to date.
+                index.reload()
             return index
 
     def peek(self, entry: RunEntry) -> _RunIndex | None:
