@@ -23,12 +23,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from preheat import load_recipe, plan
 from preheat.core.plan import Plan
 from preheat.core.run_records import Checkpoint, EvaluationMetrics, Started, StepMetrics
 from preheat.files import to_json
-from preheat.hardware.probe import probe
-from preheat.recipe import dump
 from preheat.run.writer import Writer
 
 KEYS = ("loss", "validation_loss", "tokens_per_second", "gradient_norm", "lr", "memory")
@@ -115,7 +112,10 @@ class Server:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmHWM:")[1].split()[0]) / 1000
 
-    def close(self) -> None:
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self.client.close()
         self.process.terminate()
         self.process.wait()
@@ -123,39 +123,36 @@ class Server:
 
 def measure(folder: Path, cache: Path) -> dict[str, object]:
     results: dict[str, object] = {}
-    server = Server(folder / "million", cache)
-    results["million"] = {**server.index(), "peak_mb": server.peak_mb}
-    server.close()
-    server = Server(folder, cache)
-    results["all"] = {**server.index(), "peak_mb": server.peak_mb}
-    server.close()
-    server = Server(folder, cache)
-    results["table_after_restart"] = server.time("/api/runs")
-    runs = server.get("/api/runs").json()["runs"]
-    assert len(runs) == 201
-    (long,) = (run["id"] for run in runs if run["step"] == 1_000_000)
-    short = next(run["id"] for run in runs if run["step"] == 10_000)
-    curves = f"/api/runs/{long}/curves?points=1200&key="
-    for name, paths in {
-        "table": ["/api/runs"],
-        "page": ["/"],
-        "long_run": [f"/api/runs/{long}", f"/api/runs/{long}/events", *(curves + key for key in KEYS)],
-        "short_run": [
-            f"/api/runs/{short}",
-            f"/api/runs/{short}/events",
-            *(f"/api/runs/{short}/curves?points=1200&key={key}" for key in KEYS),
-        ],
-        "long_curve": [f"{curves}loss"],
-        "zoom": [f"{curves}loss&first=400000&last=401000"],
-        "wide_zoom": [f"{curves}loss&x=tokens&first=1e11&last=4e11"],
-    }.items():
-        seconds = [server.time(*paths) for _ in range(REPEATS)]
-        results[name] = {"median": statistics.median(seconds), "most": max(seconds)}
-    exact = server.get(f"{curves}loss&first=400000&last=401000").json()
-    assert exact["is_exact"]
-    assert exact["rows"] == 1_001
-    results["peak_mb"] = server.peak_mb
-    server.close()
+    for name, path in {"million": folder / "million", "all": folder}.items():
+        with Server(path, cache) as server:
+            results[name] = {**server.index(), "peak_mb": server.peak_mb}
+            print(name, results[name], file=sys.stderr, flush=True)
+    with Server(folder, cache) as server:
+        results["table_after_restart"] = server.time("/api/runs")
+        runs = server.get("/api/runs").json()["runs"]
+        assert len(runs) == 201
+        (long,) = (run["id"] for run in runs if run["step"] == 1_000_000)
+        short = next(run["id"] for run in runs if run["step"] == 10_000)
+        curves = f"/api/runs/{long}/curves?points=1200&key="
+        for name, paths in {
+            "table": ["/api/runs"],
+            "page": ["/"],
+            "long_run": [f"/api/runs/{long}", f"/api/runs/{long}/events", *(curves + key for key in KEYS)],
+            "short_run": [
+                f"/api/runs/{short}",
+                f"/api/runs/{short}/events",
+                *(f"/api/runs/{short}/curves?points=1200&key={key}" for key in KEYS),
+            ],
+            "long_curve": [f"{curves}loss"],
+            "zoom": [f"{curves}loss&first=400000&last=401000"],
+            "wide_zoom": [f"{curves}loss&x=tokens&first=1e11&last=4e11"],
+        }.items():
+            seconds = [server.time(*paths) for _ in range(REPEATS)]
+            results[name] = {"median": statistics.median(seconds), "most": max(seconds)}
+        exact = server.get(f"{curves}loss&first=400000&last=401000").json()
+        assert exact["is_exact"]
+        assert exact["rows"] == 1_001
+        results["peak_mb"] = server.peak_mb
     results["cache_mb"] = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) / 1e6
     return results
 
@@ -168,6 +165,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary)) / "runs"
         if not folder.exists():
+            from preheat import load_recipe, plan
+            from preheat.recipe import dump
+
             recipe = load_recipe("demo")
             predicted, text = plan(recipe), dump(recipe)
             write_run(folder / "million", 1_000_000, predicted, text, 0)
@@ -176,7 +176,6 @@ def main() -> None:
                 for copy in range(1, 20):
                     shutil.copytree(folder / f"{number}-0", folder / f"{number}-{copy}")
         results = measure(folder, Path(temporary) / "cache")
-    results["machine"] = probe("cpu").name
     results["load"] = os.getloadavg()[0]
     print(json.dumps(results, indent=1))
     if arguments.out:

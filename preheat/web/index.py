@@ -13,10 +13,10 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from preheat.cache_folder import cache_folder, make_private
 from preheat.core.plan import Plan
@@ -63,6 +63,8 @@ __all__ = [
     "read_rows",
     "summarize",
 ]
+
+_Record = TypeVar("_Record")
 
 RunState: TypeAlias = Literal["running", "finished", "failed", "stopped", "killed", "elsewhere", "not started"]
 
@@ -243,7 +245,7 @@ class _RunIndex:
             make_private(self.folder)
             with (self.folder / "lock").open("a") as lock:
                 lock_file(lock, wait=True)
-                self._reload()
+                self.reload()
                 if not all(file.is_same() for file in self.files):
                     self._load(_Saved(path=str(self.entry.path)))
                 is_changed = self._read_facts()
@@ -261,22 +263,30 @@ class _RunIndex:
         return is_done
 
     def _read_files(self, end: float) -> bool:
-        for file, read, store in (
-            (self.events, read_event, self._add_event),
-            (self.system, read_system, self._add_system),
-            (self.metrics, read_metrics, self._add_metrics),
-        ):
-            while True:
-                before = file.position.offset
-                for record in file.read_records(read, _LINES):  # type: ignore[type-var]
-                    store(record)  # type: ignore[operator]
-                if file.position.offset == before:
-                    break
-                if time.monotonic() > end:
-                    return False
-        return True
+        return (
+            self._read_file(self.events, read_event, self._add_event, end)
+            and self._read_file(self.system, read_system, self._add_system, end)
+            and self._read_file(self.metrics, read_metrics, self._add_metrics, end)
+        )
 
-    def _reload(self) -> None:
+    def _read_file(
+        self,
+        file: GrowingFile,
+        read: Callable[[bytes], _Record],
+        store: Callable[[_Record], None],
+        end: float,
+    ) -> bool:
+        """Reads a file until a time; returns True if nothing is left."""
+        while True:
+            before = file.position.offset
+            for record in file.read_records(read, _LINES):
+                store(record)
+            if file.position.offset == before:
+                return True
+            if time.monotonic() > end:
+                return False
+
+    def reload(self) -> None:
         """Reads index.json if another process, or an earlier one, wrote it."""
         file = self.folder / "index.json"
         try:
@@ -300,13 +310,16 @@ class _RunIndex:
         for table in self.tables:
             table.flush()
         saved = _Saved(
-            _VERSION,
-            str(self.entry.path),
-            *(file.position for file in self.files),
-            *(table.shape for table in self.tables),
-            self.facts,
-            self.session,
-            self.most_memory,
+            path=str(self.entry.path),
+            metrics=self.metrics.position,
+            events=self.events.position,
+            system=self.system.position,
+            steps=self.steps.shape,
+            evaluations=self.evaluations.shape,
+            machine=self.machine.shape,
+            facts=self.facts,
+            session=self.session,
+            most_memory=self.most_memory,
         )
         file, partial = self.folder / "index.json", self.folder / "index.json.writing"
         # Not synced: after a power failure the run is read again.
@@ -500,6 +513,8 @@ class _Indexes:
             index = self._indexes.get(entry.id)
             if index is None or index.folder.parent != cache_folder() / "dashboard":
                 index = self._indexes[entry.id] = _RunIndex(entry)
+                # Shown at once, and then brought up to date.
+                index.reload()
             return index
 
     def peek(self, entry: RunEntry) -> _RunIndex | None:
@@ -651,7 +666,7 @@ def _find_state(index: _RunIndex, files: tuple[tuple[int, int], ...], *, has_lin
     if is_locked:
         index.seen_unlocked, index.is_elsewhere = None, False
         # A run that was stopped still saves, and its session has ended when the lock is free.
-        return ("running" if end in ("open", "stopped") else end), True
+        return ("running" if end == "open" or end == "stopped" else end), True
     if end != "open":
         return end, is_fresh
     if is_locked is None:  # this system does not list its locks

@@ -59,9 +59,10 @@ def bin_items(items: Items, key: str, axis: Axis, scale: float, points: int) -> 
         starts = np.arange(len(first_x))
     else:
         middle, width = (first_x + last_x) / 2, last_x[-1] - first_x[0]
-        bins = ((middle - first_x[0]) * (points / width) if width > 0 else np.zeros(len(middle))).astype(np.int64)
+        places = (middle - first_x[0]) * (points / width) if width > 0 else np.zeros(len(middle))
+        bins: NDArray[np.int64] = places.astype(np.int64)
         starts = np.flatnonzero(np.diff(np.minimum(bins, points - 1), prepend=-1))
-    ends = np.append(starts[1:], len(first_x)) - 1
+    ends: NDArray[np.int64] = np.append(starts[1:], len(first_x)) - 1
     low = np.minimum.reduceat(items.low[is_used], starts)
     high = np.maximum.reduceat(items.high[is_used], starts)
     finite = np.add.reduceat(items.finite[is_used], starts)

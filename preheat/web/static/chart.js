@@ -484,7 +484,8 @@
 
     press(event) {
       if (!this.place || event.ctrlKey || event.metaKey || event.altKey) return;
-      const { first, last } = this.place;
+      // The range that was asked for last, which may not be drawn yet.
+      const [first, last] = this.range || [this.place.first, this.place.last];
       const width = last - first;
       const moves = {
         "+": [first + width / 4, last - width / 4],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from starlette.types import Message
 
 from preheat.core.run_records import Checkpoint, StepMetrics
 from preheat.run.writer import Writer
@@ -85,7 +86,7 @@ async def open_stream(client: TestClient, query: str, events_of: asyncio.Queue[s
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def send(message: dict[str, object]) -> None:
+    async def send(message: Message) -> None:
         if message["type"] == "http.response.body":
             body = message["body"]
             assert isinstance(body, bytes)
@@ -134,7 +135,7 @@ def test_streams_are_limited_and_slow_readers_dropped(client: TestClient, monkey
     monkeypatch.setattr(events, "_MOST_STREAMS", 1)
     monkeypatch.setattr(events, "_SLOW_S", 0.1)
 
-    async def stuck(message: dict[str, object]) -> None:
+    async def stuck(message: Message) -> None:
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 

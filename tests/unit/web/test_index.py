@@ -90,7 +90,12 @@ def test_new_lines_are_added_and_old_ones_are_not_read_again(run: RunEntry, monk
     restart(monkeypatch)
     lines: list[bytes] = []
     read = index_module.read_metrics
-    monkeypatch.setattr(index_module, "read_metrics", lambda line: lines.append(line) or read(line))
+
+    def record(line: bytes) -> StepMetrics | EvaluationMetrics:
+        lines.append(line)
+        return read(line)
+
+    monkeypatch.setattr(index_module, "read_metrics", record)
     summary = summarize(run)
     assert (summary.step, summary.loss, summary.validation_loss, summary.tokens_per_second) == (101, 0.5, 1.25, 256)
     assert read_losses(run) == expect_losses(run)
@@ -274,3 +279,12 @@ def test_a_cache_that_cannot_be_written_is_said(run: RunEntry, tmp_path: Path, m
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "file"))
     with pytest.raises(index_module.RunError, match="set PREHEAT_CACHE"):
         summarize(replace(run))
+
+
+def test_a_server_that_was_started_again_shows_what_it_had(run: RunEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(run, *(step(n) for n in range(1, 11)))
+    summarize(run)
+    restart(monkeypatch)
+    monkeypatch.setattr(index_module, "_INLINE_S", 0.0)
+    summary = summarize(run)
+    assert (summary.step, summary.model, summary.progress) == (10, "llama of size 10M", 1)
