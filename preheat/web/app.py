@@ -14,8 +14,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
-from preheat.web import runs_page
+from preheat.web import compare_page, labels_page, results_page, runs_page
 from preheat.web.catalogue import Catalogue
+from preheat.web.results import ResultFinder
 from preheat.web.security import Guard
 from preheat.web.settings import Settings, State
 from preheat.web.templating import render
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-PAGES = (runs_page,)
+PAGES = (runs_page, compare_page, labels_page, results_page)
 """Modules of pages; each has `routes()`."""
 
 
@@ -40,7 +41,7 @@ def create_app(settings: Settings) -> Starlette:
         PreheatError: _show_error,
     }
     app = Starlette(routes=routes, middleware=[Middleware(Guard, settings=settings)], exception_handlers=handlers)
-    app.state.ui = State(settings, Catalogue(settings.folders))
+    app.state.ui = State(settings, Catalogue(settings.folders), ResultFinder(settings.folders))
     return app
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
 
     from preheat.web.catalogue import Catalogue
+    from preheat.web.results import ResultFinder
 
 __all__ = ["Settings", "State", "state_of"]
 
@@ -53,6 +54,7 @@ class State:
 
     settings: Settings
     catalogue: Catalogue
+    results: ResultFinder
 
 
 def state_of(connection: HTTPConnection) -> State:
