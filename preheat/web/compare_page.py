@@ -11,7 +11,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from preheat.files import to_json
 from preheat.report.formatting import format_interval
+from preheat.sanitize import shorten
 from preheat.web.comparison import Comparison, compare_runs
 from preheat.web.index import list_keys, summarize
 from preheat.web.labels import add_labels
@@ -60,6 +62,7 @@ async def _show(request: Request) -> Response:
         "compare.html",
         runs=compared.runs,
         ids=",".join(run.id for run in compared.runs),
+        names=to_json([shorten(run.name, 40) for run in compared.runs]),
         keys=compared.keys,
         other_keys=[key for key in compared.keys if "/" in key],
         chosen=keys,

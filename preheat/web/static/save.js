@@ -19,7 +19,7 @@ document.addEventListener("click", async (event) => {
     image.style.cssText = canvas.style.cssText;
     canvas.replaceWith(image);
   });
-  const dropped = "script, link, noscript, meta[name='htmx-config'], meta[http-equiv], form.filter, form.actions, header.bar, .skip, button, input, select, textarea, iframe";
+  const dropped = "script, link, noscript, meta[name='htmx-config'], meta[http-equiv], form.filter, form.actions, body > header, .skip, button, input, select, textarea, iframe";
   for (const element of page.querySelectorAll(dropped)) element.remove();
   for (const element of [page, ...page.querySelectorAll("*")]) {
     for (const { name } of [...element.attributes]) {

@@ -85,7 +85,7 @@ def test_the_page_shows_curves_and_says_what_is_missing(runs: Path) -> None:
     ids = list_ids(client)
     page = client.get(f"/compare?run={ids['a']}&run={ids['b']}&x=tokens&key=tokens_per_second")
     assert page.status_code == 200
-    chart = f'data-runs="{ids["a"]},{ids["b"]}" data-key="tokens_per_second" data-x="tokens"'
+    chart = f'data-runs="{ids["a"]},{ids["b"]}" data-names="[&#34;a&#34;, &#34;b&#34;]" data-key="tokens_per_second"'
     assert page.text.count('<figure class="chart"') == 1
     assert chart in page.text
     assert "−0.500 [−0.612, −0.388]" in page.text
