@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from preheat.core.run_records import Finished, Resumed, StepMetrics
 from preheat.run.reader import Reader
@@ -29,7 +29,7 @@ def runs(finished: Path, dashboard: Dashboard) -> Path:
     return dashboard.folder
 
 
-def row_of(page: Page, name: str):  # type: ignore[no-untyped-def]
+def row_of(page: Page, name: str) -> Locator:
     return page.locator("tr", has=page.get_by_role("link", name=name, exact=True))
 
 
