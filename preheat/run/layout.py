@@ -22,6 +22,7 @@ tracking/         of each tracker, how much of the run it has, and its log (trac
 profile/          of `--profile`: profile.json (`core.step_profile.StepProfile`), trace.json.gz, profile.html; on a GPU
                   memory.pickle and out-of-memory.pickle, which preheat never reads
 report.html, report.json
+labels.json       name, note and tags that the user gave the run in the dashboard (web/labels.py)
 upload.writing/   links and copies of what is being uploaded (run/remote_copy.py)
 lock              held by the process that writes the run
 
@@ -40,12 +41,14 @@ from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
 from preheat.sanitize import shorten
 
-__all__ = ["MARK", "MEMORY_KEYS", "PROFILE", "STATUS", "Mark", "abbreviate", "claim_folder", "read_mark"]
+__all__ = ["LABELS", "MARK", "MEMORY_KEYS", "PROFILE", "STATUS", "Mark", "abbreviate", "claim_folder", "read_mark"]
 
 MARK = "preheat.json"
 """The file that marks a folder as written by preheat."""
 STATUS = "status.json"
 """The file of a `ProcessStatus`."""
+LABELS = "labels.json"
+"""The file of a run with the labels that the user gave it."""
 PROFILE = "profile"
 """The folder of a run that holds the profile of its steps."""
 

@@ -16,9 +16,22 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
-from preheat.web import api_page, chat_page, data_page, events, plan_page, run_page, runs_page, start_page
+from preheat.web import (
+    api_page,
+    chat_page,
+    compare_page,
+    data_page,
+    events,
+    labels_page,
+    plan_page,
+    results_page,
+    run_page,
+    runs_page,
+    start_page,
+)
 from preheat.web.catalogue import Catalogue
 from preheat.web.jobs import Jobs
+from preheat.web.results import ResultFinder
 from preheat.web.security import Guard
 from preheat.web.settings import Settings, State
 from preheat.web.templating import render
@@ -30,7 +43,10 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-PAGES = (runs_page, run_page, plan_page, start_page, data_page, chat_page, api_page, events)
+PAGES = (
+    *(runs_page, run_page, compare_page, labels_page, results_page),
+    *(plan_page, start_page, data_page, chat_page, api_page, events),
+)
 """Modules of pages; each has `routes()`."""
 
 
@@ -49,7 +65,8 @@ def create_app(settings: Settings) -> Starlette:
         exception_handlers=handlers,
         lifespan=_end_jobs,
     )
-    app.state.ui = State(settings, Catalogue(settings.folders), Jobs(), UserFiles(settings.folders))
+    folders = settings.folders
+    app.state.ui = State(settings, Catalogue(folders), Jobs(), UserFiles(folders), ResultFinder(folders))
     return app
 
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from preheat.run.layout import MARK
 
-__all__ = ["Catalogue", "RunEntry"]
+__all__ = ["Catalogue", "RunEntry", "list_folders"]
 
 _DEPTH = 5
 """Folders between a given folder and a run: a study, an ablation and its arms need three."""
@@ -89,13 +89,13 @@ class Catalogue:
                         id = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
                         entries.append(RunEntry(id, folder, name))
                         continue
-                    below += _list_folders(folder)
+                    below += list_folders(folder)
                 level = below
         unique = {entry.id: entry for entry in entries}  # given folders may overlap
         return sorted(unique.values(), key=lambda entry: entry.name)
 
 
-def _list_folders(folder: Path) -> list[Path]:
+def list_folders(folder: Path) -> list[Path]:
     """Returns the folders in a folder that may hold runs; none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:

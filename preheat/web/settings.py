@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from preheat.web.catalogue import Catalogue
     from preheat.web.jobs import Jobs
+    from preheat.web.results import ResultFinder
     from preheat.web.user_files import UserFiles
 
 __all__ = ["Settings", "State", "state_of"]
@@ -57,6 +58,7 @@ class State:
     catalogue: Catalogue
     jobs: Jobs
     files: UserFiles
+    results: ResultFinder
 
 
 def state_of(connection: HTTPConnection) -> State:

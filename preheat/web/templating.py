@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -19,12 +20,13 @@ from preheat.report.formatting import (
     format_percent,
     format_signed_percent,
 )
+from preheat.sanitize import shorten
 from preheat.web.settings import state_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["build_url", "render"]
+__all__ = ["build_url", "format_age", "render"]
 
 
 @cache
@@ -37,6 +39,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
+        ago=format_age,
         clock=format_clock,
         count=count,
         duration=format_duration,
@@ -44,9 +47,26 @@ def _environment() -> Environment:
         grouped=format_grouped,
         loss=format_loss,
         percent=format_percent,
+        shorten=shorten,
         signed_percent=format_signed_percent,
     )
     return environment
+
+
+def format_age(time_: float | None) -> str:
+    """Returns the time since a moment in seconds since 1970, in one unit; "–" if it is unknown.
+
+    Example:
+        >>> format_age(time.time() - 7300), format_age(None)
+        ('2 h ago', '–')
+    """
+    if time_ is None:
+        return "–"
+    seconds = time.time() - time_
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "now"
 
 
 def build_url(request: Request, path: str, **query: str) -> str:
