@@ -115,13 +115,17 @@ def _open_chat(
 
     if template is None:
 
+        def send_part(_: int, part: str) -> None:
+            if part:
+                send(part)
+
         def continue_text(request: tuple[str, str]) -> None:
             key, text = request
             if key == "system":
                 raise RecipeError("system: a model without a chat template has no system message; leave it out")
             if key == "message":
                 start = time.monotonic()
-                (written,) = opened.write([text], settings, seed=seed, on_text=lambda _, part: part and send(part))
+                (written,) = opened.write([text], settings, seed=seed, on_text=send_part)
                 seconds = time.monotonic() - start
                 tokens = len(written.tokens)
                 _write({"answer": _Answer(written.text, tokens, seconds, written.finish_reason, 0, 0, 0)})

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from preheat.files import to_json, to_plain_data
 from preheat.web.index import list_keys, read_marks, read_outline, read_rows, summarize
+from preheat.web.labels import add_labels
 from preheat.web.outline import Axis
 from preheat.web.settings import state_of
 
@@ -56,7 +57,7 @@ async def _list_runs(request: Request) -> Response:
     catalogue = state_of(request).catalogue
 
     def read() -> list[dict[str, object]]:
-        return [_describe(summarize(entry)) for entry in catalogue.list_runs()]
+        return [_describe(add_labels(summarize(entry))) for entry in catalogue.list_runs()]
 
     return _respond({"runs": await run_in_threadpool(read), "is_cut_off": catalogue.is_cut_off})
 
@@ -67,7 +68,9 @@ def _describe(summary: RunSummary) -> dict[str, object]:
 
 
 async def _show_run(request: Request) -> Response:
-    return _respond(await _read(request, lambda entry: {**_describe(summarize(entry)), "keys": list_keys(entry)}))
+    return _respond(
+        await _read(request, lambda entry: {**_describe(add_labels(summarize(entry))), "keys": list_keys(entry)})
+    )
 
 
 async def _show_curve(request: Request) -> Response:

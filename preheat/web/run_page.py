@@ -30,6 +30,7 @@ from preheat.run.layout import PROFILE
 from preheat.run.reader import Reader
 from preheat.web.index import list_keys, read_marks, summarize
 from preheat.web.judgement import Evidence, Judgement, judge
+from preheat.web.labels import add_labels
 from preheat.web.settings import state_of
 from preheat.web.stop import explain_unreachable, send_request
 from preheat.web.templating import render
@@ -199,7 +200,7 @@ def _find(request: Request) -> RunEntry:
 
 def _read_live(entry: RunEntry) -> _Live:
     try:
-        run = summarize(entry)
+        run = add_labels(summarize(entry))
         reader = Reader(entry.path)
         status = reader.status()
         is_live = run.state == "running"
