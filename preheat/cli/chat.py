@@ -11,6 +11,7 @@ import typer
 from preheat.cli.options import generation
 from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Base, Checkpoint
+from preheat.cli.views.line_input import read_line
 from preheat.cli.views.output import say, write_text
 from preheat.files import to_json
 from preheat.sanitize import shorten
@@ -113,28 +114,6 @@ def chat(
             if not live:  # a script cannot correct its input
                 raise
             say(f"error: {shorten(str(error), 700)}", error=True)
-
-
-def read_line(live: bool) -> str | None:
-    """Returns the next line of the input, or None at its end.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
-    from preheat.errors import DataError
-
-    if not live:
-        try:
-            # An empty string is the end of the input; an empty line still has its line feed.
-            return sys.stdin.readline() or None
-        except UnicodeDecodeError as error:
-            raise DataError(f"standard input: byte {error.start} is not text in UTF-8; convert it") from None
-    try:
-        return input("> ")
-    # Ctrl-C at the prompt ends the chat, Ctrl-C within an answer only that answer.
-    except (EOFError, KeyboardInterrupt):
-        say()
-        return None
 
 
 # Commands begin with a slash and never reach the model.

@@ -67,7 +67,7 @@ def serve_requests(
     opened: LoadedModel, template: Template | None, description: str, settings: Sample, *, system: str | None, seed: int
 ) -> None:
     """Answers the requests of standard input until its end; a bad request is an error and ends nothing."""
-    from preheat.cli.chat import read_line
+    from preheat.cli.views.line_input import read_line
 
     speak = _open_chat(opened, template, settings, system, seed)
     _write({"ready": _Ready(opened.step, description, opened.build.model.positions)})
