@@ -41,7 +41,7 @@ class Settings:
         decay_ratio: fraction of the run in which the rate falls, of the schedule `wsd`.
         kept_products: with selective checkpointing, the results of every n-th matmul are kept.
         checkpointed_layers: every n-th layer is checkpointed.
-        loss_rows: of a chunked loss, or with loss_parallel, positions of logits in memory at a time.
+        loss_rows: of a chunked loss, or with loss_parallel, positions of logits in memory at a time; 0: all.
         regather: with sequence_parallel, inputs of blocks are gathered again in the backward pass.
         stages: of a pipeline, per device; None: the schedule's own.
         padding_free: rows of a micro-batch that is not packed stand one after the other, without padding.
@@ -519,7 +519,7 @@ def _build_parallelism(settings: Settings) -> JsonObject:
             "loss_parallel": settings.loss_parallel,
             "sequence_parallel": settings.sequence_parallel,
             **({"regather": True} if settings.regather else {}),
-            **({"rows": settings.loss_rows} if settings.loss_parallel and settings.loss_rows else {}),
+            **({"rows": settings.loss_rows} if settings.loss_parallel and settings.loss_rows is not None else {}),
         }
     # One data-parallel rank has nothing to shard, and none to add its gradients to; context parallelism shards weights.
     if world == 1 or (ranks == 1 and settings.context_parallel == 1):

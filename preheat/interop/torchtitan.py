@@ -392,9 +392,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     if settings.pipeline_parallel > 1:
         notes += _finish_pipeline(settings, entries)
     if settings.tensor_parallel > 1 and not settings.chunked_loss:
-        settings.loss_rows = settings.micro_batch * settings.length
-        if settings.loss_parallel:  # torch/distributed/tensor/parallel/loss.py: four copies in fp32, ours 6 bytes
-            notes.append("torch's loss over a split vocabulary keeps 10 bytes a logit more than the planned one")
+        settings.loss_rows = 0
     if settings.tensor_parallel > 1 or settings.pipeline_parallel > 1:
         settings.chunked_loss = False  # the loss over a split vocabulary has chunks of its own, as that of a pipeline
     key = "training.global_batch_size"
