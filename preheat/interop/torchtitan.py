@@ -257,6 +257,13 @@ def _read_pipeline_batch(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("micro_batch",), "in a pipeline")
 
 
+def _read_reduction(settings: Settings, entry: Entry) -> Outcome:
+    settings.half_reduction = entry.text() == "bfloat16"
+    return (
+        Takes(("half_reduction",)) if settings.half_reduction else NoEffect("gradients are summed in fp32, as planned")
+    )
+
+
 def _read_loss_parallel(settings: Settings, entry: Entry) -> Outcome:
     settings.loss_parallel = not entry.truth()
     return Takes(("loss_parallel",))
@@ -667,7 +674,7 @@ TORCHTITAN = Format(
         # Precision and recomputation.
         "training.dtype": _read_dtype,
         "training.mixed_precision_param": _read_precision,
-        "training.mixed_precision_reduce": ignore("gradients are summed in fp32, as planned"),
+        "training.mixed_precision_reduce": _read_reduction,
         "training.enable_cpu_offload": switch("offload"),
         **{f"float8.{name}": handler for name, handler in _FLOAT8.items()},
         **{f"quantize.linear.float8.{name}": handler for name, handler in _FLOAT8.items()},

@@ -89,6 +89,11 @@ def read_registry(text: str, name: str = "run", **options: object) -> ForeignCon
         ("[parallelism]\ntensor_parallel_degree = 2", "techniques.tensor_parallel.sequence_parallel", True),
         ("[parallelism]\ntensor_parallel_degree = 2", "techniques.tensor_parallel.rows", 0),
         (
+            'mixed_precision_reduce = "bfloat16"\n[parallelism]\ndata_parallel_shard_degree = 2',
+            "techniques.fsdp.reduce_dtype",
+            "bf16",
+        ),
+        (
             "[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true",
             "techniques.tensor_parallel.loss_parallel",
             False,
