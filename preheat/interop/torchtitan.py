@@ -258,10 +258,10 @@ def _read_pipeline_batch(settings: Settings, entry: Entry) -> Outcome:
 
 
 def _read_reduction(settings: Settings, entry: Entry) -> Outcome:
-    settings.half_reduction = entry.text() == "bfloat16"
-    return (
-        Takes(("half_reduction",)) if settings.half_reduction else NoEffect("gradients are summed in fp32, as planned")
-    )
+    if entry.text() != "bfloat16":
+        return NoEffect("gradients are summed in fp32, as planned")
+    settings.half_reduction = True
+    return Takes(("half_reduction",))
 
 
 def _read_loss_parallel(settings: Settings, entry: Entry) -> Outcome:
