@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,18 @@ _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "b
 # The same on one device, where no collective takes multiprocessors, bandwidth and power: all matmuls of an 8B LoRA and
 # of an 8B QLoRA step together, on one H100 (benchmarks/results/gpu_layer.md).
 _ALONE = {"hopper": 0.92}
+
+# Fraction of the peak matmul rate, forward and backward, counting causal work only.
+ATTENTION_SHARES: Mapping[str, tuple[float, float]] = {
+    # FlashAttention-2 (arXiv:2307.08691, figures 4 and 6: head dim 128, 2k to 8k tokens, A100 and H100);
+    # FlashAttention-3 (2407.08608) is not assumed.
+    "ampere": (0.62, 0.52),
+    "ada": (0.62, 0.52),
+    "hopper": (0.38, 0.33),
+    "blackwell": (0.45, 0.38),
+    "blackwell-rtx": (0.62, 0.52),  # runs FlashAttention-2 as Ada does
+    "cdna": (0.45, 0.35),
+}
 
 # Sources:
 # - Bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of
