@@ -107,7 +107,7 @@ def _read_precision(settings: Settings, entry: Entry) -> Outcome:
 
 def _read_fp8(settings: Settings, entry: Entry) -> Outcome:
     settings.fp8 = True
-    return Takes(("fp8",), "planned as torchao's matmuls")
+    return Takes(("fp8",), "planned as torchao's matmuls, which keep their inputs in half precision, not in fp8")
 
 
 def _read_fp8_recipe(settings: Settings, entry: Entry) -> Outcome:
