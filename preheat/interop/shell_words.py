@@ -409,7 +409,7 @@ class _Interpreter:
         if word == "elif":
             block.condition, block.runs = [], None
             return
-        holds = True
+        holds: bool | None = True
         if word == "then":
             holds, block.condition = self._evaluate_condition(block.condition or []), None
         block.runs = False if block.taken or holds is False else None if None in (block.taken, holds) else True
