@@ -95,8 +95,8 @@ def _describe_contradiction(rates: Rates, sheet: Accelerator) -> str | None:
             slower = _format_ratio(sustained[dtype] / usual)
             return f"calibrated matmuls in {dtype} are {slower} slower than {what}: {_BUSY}"
         share = ATTENTION_SHARES.get(sheet.generation)
-        if share and (slower := _slowness_of_attention(rates, dtype, peak, min(share))) > 1 / _ATTENDS:
-            return f"calibrated attention in {dtype} is {_format_ratio(slower)} slower than {what}: {_BUSY}"
+        if share and (lag := _slowness_of_attention(rates, dtype, peak, min(share))) > 1 / _ATTENDS:
+            return f"calibrated attention in {dtype} is {_format_ratio(lag)} slower than {what}: {_BUSY}"
     assert sheet.bandwidth is not None
     for name, bandwidth in (("copy", rates.bandwidth), *_largest_copies(rates)):
         if bandwidth > _FASTEST * sheet.bandwidth:
@@ -129,11 +129,11 @@ def _describe_inconsistency(rates: Rates) -> str | None:
                 slower = _format_ratio(tenths[-1] / tenths[0])
                 return f"some calibrated matmuls in {dtype} are {slower} slower than others: {_BUSY}"
         best = max((row.flops for row in rows), default=rates.peak_matrix_rate[dtype])
-        slower = _slowness_of_attention(rates, dtype, best, 1.0)
-        if slower > 1 / _ATTENDS_AT_LEAST:
-            return f"calibrated attention in {dtype} is {_format_ratio(slower)} slower than matmuls: {_BUSY}"
-        if slower and slower < 1 / _FASTEST:
-            return f"calibrated attention in {dtype} is {_format_ratio(1 / slower)} faster than matmuls can be"
+        lag = _slowness_of_attention(rates, dtype, best, 1.0)
+        if lag > 1 / _ATTENDS_AT_LEAST:
+            return f"calibrated attention in {dtype} is {_format_ratio(lag)} slower than matmuls: {_BUSY}"
+        if lag and lag < 1 / _FASTEST:
+            return f"calibrated attention in {dtype} is {_format_ratio(1 / lag)} faster than matmuls can be"
     for dtype, seconds in rates.adamw.items():
         ratio = seconds * rates.bandwidth / _ADAMW_BYTES.get(dtype, 28)
         if ratio > _UPDATES[1]:
