@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,18 @@ _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "b
 # of an 8B QLoRA step together, on one H100 (benchmarks/results/gpu_layer.md).
 _ALONE = {"hopper": 0.92}
 
+# Fraction of the peak matmul rate, forward and backward, counting causal work only.
+ATTENTION_SHARES: Mapping[str, tuple[float, float]] = {
+    # FlashAttention-2 (arXiv:2307.08691, figures 4 and 6: head dim 128, 2k to 8k tokens, A100 and H100);
+    # FlashAttention-3 (2407.08608) is not assumed.
+    "ampere": (0.62, 0.52),
+    "ada": (0.62, 0.52),
+    "hopper": (0.38, 0.33),
+    "blackwell": (0.45, 0.38),
+    "blackwell-rtx": (0.62, 0.52),  # runs FlashAttention-2 as Ada does
+    "cdna": (0.45, 0.35),
+}
+
 # Sources:
 # - Bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of
 #   stas00/ml-engineering; A100-40GB and A800: data sheets; H100-96GB: torchtitan's benchmarks; V100: bigscience,
@@ -194,10 +207,13 @@ Trainium2         96    2900  667   667   181    1299  -       -       640   -  
 """
 
 # L2 caches: MiB, and GB/s read and written by a kernel that is repeated on a working set in the cache, without its
-# launch. Only measured ones: without a rate, plans count memory bandwidth.
-# - Sizes: NVIDIA's architecture papers (A100 40, H100 and H200 50, AD102 96, of which an RTX 4090 has 72, GA102 6).
+# launch. Without a rate, plans count memory bandwidth.
+# - Sizes: NVIDIA's architecture papers (A100 40, H100 and H200 50, AD102 96, of which an RTX 4090 has 72, GA102 6;
+#   AD103 64 and 48, AD104 48 and 36, AD106 32).
 # - Rates: te42kyfo/gpu-benches, gpu-small-kernels/*_graph.txt (A100 80 GB, H200, L40, A40), the slope of time over
 #   bytes from 2 MB to 0.75 of the cache, best block size. Cards with the same chip and clock share its rate.
+# - H100-PCIe: that of the H200 by the ratio of the two in gpu-l2-cache/*.txt of the same source (7.0 and 9.9 TB/s).
+# - Other RTX 40: 30 GB/s an SM, between the measured 28.5 (RTX 4090) and 32.3 (L40) of the same generation and clock.
 # - RTX-4090: smallscientist1/cuda_microbenchmark, analysis_RTX4090.md, a copy of 16 MB.
 _CACHES = """
 A100-80GB       40  3790
@@ -214,6 +230,13 @@ A6000-Ada-48GB  96  4590
 A40             6   2430
 A6000-48GB      6   2430
 RTX-4090        72  3645
+H100-PCIe       50  4090
+RTX-4080-SUPER  64  2400
+RTX-4080        64  2280
+RTX-4070Ti-SUPER 48 1980
+RTX-4070-SUPER  48  1680
+RTX-4070        36  1380
+RTX-4060Ti-16GB 32  1020
 """
 
 # Other names of the rows above, as drivers and users write them, normalized by `_normalize_name`.

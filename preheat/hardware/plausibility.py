@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import Accelerator, find_accelerator
+from preheat.hardware.catalogue import ATTENTION_SHARES, Accelerator, find_accelerator
 from preheat.hardware.rates import MatrixRate, Rates
 
 __all__ = ["contradicted_data_sheet", "doubt_of", "doubt_without_data_sheet", "find_data_sheet"]
@@ -27,6 +27,17 @@ _STEADY = 0.6
 """Of the fast tenth of large matmuls, reached by the slow tenth: 0.84 on an H100. Half the clock gives 0.5."""
 _GROWS = 3.0
 """Least ratio of the longest time of a matmul to the shortest: at 100 times the FLOPs, 30 and more."""
+_ATTENDS, _ATTENDS_AT_LEAST = 0.4, 0.15
+"""Least rate of attention over the longest rows: of the generation's share of the data sheet's rate, which an H100
+exceeded by 1.4 to 1.9 times; and of the calibrated matmuls' rate if the generation is not known."""
+_HEAD, _HEADS = 64, 1 << 15
+"""Least width of a head, and least heads times rows, of attention that fills a GPU."""
+_UPDATES = (0.5, 4.0)
+"""Time of AdamW over that of its bytes at the calibrated bandwidth; 1.3 to 1.6 on an H100."""
+_ADAMW_BYTES = {"bf16": 14, "fp16": 14, "fp32": 28}
+"""Bytes that AdamW reads and writes for each parameter."""
+_HOST_RATIO = 8.0
+"""Most host time of an operator in a step over that of a bare launch: 2.0 and 3.1 on two hosts."""
 _UNSTEADY = ("bf16", "fp16", "fp32")
 """Dtypes whose large matmuls run at about one rate; those in TF32 depend on the layout."""
 
@@ -83,6 +94,9 @@ def _describe_contradiction(rates: Rates, sheet: Accelerator) -> str | None:
         if usual < _SLOWEST * sustained[dtype]:
             slower = _format_ratio(sustained[dtype] / usual)
             return f"calibrated matmuls in {dtype} are {slower} slower than {what}: {_BUSY}"
+        share = ATTENTION_SHARES.get(sheet.generation)
+        if share and (lag := _slowness_of_attention(rates, dtype, peak, min(share))) > 1 / _ATTENDS:
+            return f"calibrated attention in {dtype} is {_format_ratio(lag)} slower than {what}: {_BUSY}"
     assert sheet.bandwidth is not None
     for name, bandwidth in (("copy", rates.bandwidth), *_largest_copies(rates)):
         if bandwidth > _FASTEST * sheet.bandwidth:
@@ -114,6 +128,21 @@ def _describe_inconsistency(rates: Rates) -> str | None:
             if tenths[0] < _STEADY * tenths[-1]:
                 slower = _format_ratio(tenths[-1] / tenths[0])
                 return f"some calibrated matmuls in {dtype} are {slower} slower than others: {_BUSY}"
+        best = max((row.flops for row in rows), default=rates.peak_matrix_rate[dtype])
+        lag = _slowness_of_attention(rates, dtype, best, 1.0)
+        if lag > 1 / _ATTENDS_AT_LEAST:
+            return f"calibrated attention in {dtype} is {_format_ratio(lag)} slower than matmuls: {_BUSY}"
+        if lag and lag < 1 / _FASTEST:
+            return f"calibrated attention in {dtype} is {_format_ratio(1 / lag)} faster than matmuls can be"
+    for dtype, seconds in rates.adamw.items():
+        ratio = seconds * rates.bandwidth / _ADAMW_BYTES.get(dtype, 28)
+        if ratio > _UPDATES[1]:
+            return f"calibrated AdamW in {dtype} takes {_format_ratio(ratio)} as long as its bytes: {_BUSY}"
+        if ratio < _UPDATES[0] and not rates.partial:  # of few weights, which the cache may hold
+            return f"calibrated AdamW in {dtype} is {_format_ratio(1 / ratio)} faster than its bytes can be"
+    if rates.host_operator is not None and rates.host_operator > _HOST_RATIO * rates.launch:
+        ratio = rates.host_operator / rates.launch
+        return f"calibrated operators of a step take the host {_format_ratio(ratio)} as long as a launch: {_BUSY}"
     for name, bandwidth in _largest_copies(rates):
         if not _STEADY < bandwidth / rates.bandwidth < 1 / _STEADY:
             ratio = max(bandwidth / rates.bandwidth, rates.bandwidth / bandwidth)
@@ -123,6 +152,19 @@ def _describe_inconsistency(rates: Rates) -> str | None:
 
 def _largest_matmuls(rates: Rates, dtype: str) -> Sequence[MatrixRate]:
     return [row for row in rates.matrix if row.dtype == dtype and min(row.n, row.k, row.m) >= _LARGE]
+
+
+def _slowness_of_attention(rates: Rates, dtype: str, peak: float, share: float) -> float:
+    """Returns `share` of a rate over that of attention over the longest rows, causal work only; 0 without any.
+
+    In half precision only: kernels in fp32 may use TF32.
+    """
+    large = [row for row in rates.attention if row.head_dim >= _HEAD and row.heads * row.length >= _HEADS]
+    rows = [row for row in large if row.dtype == dtype != "fp32"]
+    longest = max((row.length for row in rows), default=0)
+    slowest = min((row.flops for row in rows if row.length == longest), default=0.0)
+    # Rates count the whole score matrix, of which half is computed.
+    return share * peak / (slowest / 2) if slowest else 0.0
 
 
 def _count_flops(row: MatrixRate) -> int:

@@ -21,7 +21,7 @@ ACCELERATE_VERSION, DEEPSPEED_VERSION = "1.15", "0.19"
 _STAGES = {None: 0, "optimizer": 1, "gradients": 2, "full": 3}
 _DEVICES_PER_HOST = 8
 _SPLIT = (
-    *("sharding", "offload", "replicas", "deferred_reduction", "tensor_parallel", "context_parallel"),
+    *("sharding", "offload", "replicas", "deferred_reduction", "half_reduction", "tensor_parallel", "context_parallel"),
     *("pipeline_parallel", "pipeline_schedule", "expert_parallel", "sequence_parallel"),
 )
 _BATCH = ("micro_batch", "accumulation", "max_grad_norm")

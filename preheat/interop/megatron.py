@@ -107,7 +107,7 @@ def _read_precision(settings: Settings, entry: Entry) -> Outcome:
 
 def _read_fp8(settings: Settings, entry: Entry) -> Outcome:
     settings.fp8 = True
-    return Takes(("fp8",), "planned as torchao's matmuls")
+    return Takes(("fp8",), "planned as torchao's matmuls, which keep their inputs in half precision, not in fp8")
 
 
 def _read_fp8_recipe(settings: Settings, entry: Entry) -> Outcome:
@@ -406,6 +406,8 @@ def _finish_sharding(settings: Settings, entries: Mapping[str, Entry]) -> list[s
         notes.append("the distributed optimizer is planned as FSDP with whole weights and gradients on each device")
     # FSDP keeps fp32 weights in shards, and gathers them in half precision.
     settings.masters = settings.precision != "fp32" and settings.sharding not in ("full", "gradients")
+    if settings.half_reduction and (settings.masters or settings.ranks == 1):
+        notes.append("gradients are planned in fp32 in place of bf16, which takes more memory")
     if settings.masters and settings.ranks > 1:
         notes.append("data parallelism is planned with a second copy of the weights, which Megatron does without")
     return notes
@@ -584,7 +586,7 @@ MEGATRON = Format(
             "reuse_grad_buf_for_mxfp8_param_ag num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         ),
         **_each(_SCALING, "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
-        "grad_reduce_in_bf16": assume("gradients are summed and sent in fp32, which takes more memory and time"),
+        "grad_reduce_in_bf16": switch("half_reduction"),
         "accumulate_allreduce_grads_in_fp32": ignore("as planned"),
         "attention_softmax_in_fp32": ignore("as planned"),
         "fp16_lm_cross_entropy": ignore("the loss in half precision"),

@@ -293,6 +293,8 @@ def _write_parallelism(draft: Draft) -> None:
         draft.put("overlap-param-gather", True)
     elif settings.sharding is not None:
         draft.say("use-torch-fsdp2", "sharding", value=True)
+        if settings.half_reduction:
+            draft.say("grad-reduce-in-bf16", "half_reduction")
         if settings.sharding == "gradients":
             draft.put("torch-fsdp2-no-reshard-after-forward", True)
         draft.put("no-gradient-accumulation-fusion", True)

@@ -228,6 +228,7 @@ def _read_parallelism(settings: Settings, recipe: Recipe, values: Mapping[str, d
         settings.sharding = "full" if fsdp["reshard_after_forward"] else "gradients"
         settings.offload, settings.replicas = fsdp["offload"], fsdp["replicate"]
         settings.deferred_reduction = fsdp["reduce"] == "last"
+        settings.half_reduction = fsdp["reduce_dtype"] == "bf16"
     elif recipe.parallel.engine == "deepspeed":
         settings.sharding = _ZERO[recipe.parallel.zero_stage]
     elif "zero1" in values:

@@ -37,11 +37,12 @@ class Settings:
         decay_steps: with schedule wsd, the steps at the end in which the rate falls.
         min_lr: the schedule's final rate, if the file states the rate in place of its ratio.
         deferred_reduction: with sharding, gradients stay whole until the last micro-batch.
+        half_reduction: with sharding, gradients are summed in bf16.
         masters: weights are in half precision, with fp32 copies in the optimizer.
         decay_ratio: fraction of the run in which the rate falls, of the schedule `wsd`.
         kept_products: with selective checkpointing, the results of every n-th matmul are kept.
         checkpointed_layers: every n-th layer is checkpointed.
-        loss_rows: of a chunked loss, or with loss_parallel, positions of logits in memory at a time.
+        loss_rows: of a chunked loss, or with loss_parallel, positions of logits in memory at a time; 0: all.
         regather: with sequence_parallel, inputs of blocks are gathered again in the backward pass.
         stages: of a pipeline, per device; None: the schedule's own.
         padding_free: rows of a micro-batch that is not packed stand one after the other, without padding.
@@ -135,6 +136,7 @@ class Settings:
     sharding: str | None = None
     offload: bool = False
     deferred_reduction: bool = False
+    half_reduction: bool = False
     shard_size: int | None = None
     replicas: int = 1
     tensor_parallel: int = 1
@@ -264,6 +266,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "sharding": ("techniques.fsdp", "techniques.zero1"),
     "offload": ("techniques.fsdp.offload",),
     "deferred_reduction": ("techniques.fsdp.reduce",),
+    "half_reduction": ("techniques.fsdp.reduce_dtype",),
     "shard_size": ("techniques.fsdp", "parallel.devices"),
     "replicas": ("techniques.fsdp.replicate", "parallel.devices"),
     "tensor_parallel": ("techniques.tensor_parallel", "parallel.devices"),
@@ -519,7 +522,7 @@ def _build_parallelism(settings: Settings) -> JsonObject:
             "loss_parallel": settings.loss_parallel,
             "sequence_parallel": settings.sequence_parallel,
             **({"regather": True} if settings.regather else {}),
-            **({"rows": settings.loss_rows} if settings.loss_parallel and settings.loss_rows else {}),
+            **({"rows": settings.loss_rows} if settings.loss_parallel and settings.loss_rows is not None else {}),
         }
     # One data-parallel rank has nothing to shard, and none to add its gradients to; context parallelism shards weights.
     if world == 1 or (ranks == 1 and settings.context_parallel == 1):
@@ -530,6 +533,8 @@ def _build_parallelism(settings: Settings) -> JsonObject:
             fsdp["gather"] = "bf16"
         if settings.deferred_reduction and settings.accumulation > 1:
             fsdp["reduce"] = "last"
+        if settings.half_reduction:
+            fsdp["reduce_dtype"] = "bf16"
         if settings.offload:
             fsdp["offload"] = True
         if settings.replicas > 1:

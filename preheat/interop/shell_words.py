@@ -1,7 +1,8 @@
 """Splits a shell script into the words of its commands, without running it. No torch.
 
-Quotes, comments, continued lines, variables and arrays that the script assigns, and sums of whole numbers are followed.
-What only the environment, another command or a branch of the script decides is `Computed`.
+Quotes, comments, continued lines, variables and arrays that the script assigns, sums of whole numbers, and branches on
+variables of known value are followed. Words that depend on the environment, another command or another branch are
+`Computed`.
 """
 
 from __future__ import annotations
@@ -76,11 +77,18 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Token:
-    """A word as it is written, an array's assignment (`NAME=(...)`), or one of the operators ( and )."""
+    """A word as it is written, an array's assignment (`NAME=(...)`), or one of the operators ( and ).
+
+    Attributes:
+        follows: of the first word of a statement, the operator before it.
+        redirected: of the first word of a statement, whether files of redirections were left out.
+    """
 
     parts: list[_Part] = field(default_factory=list)
     items: list[_Token] | None = None
     operator: str = ""
+    follows: str = ""
+    redirected: bool = False
 
     @property
     def line(self) -> int:
@@ -107,6 +115,7 @@ class _Scanner:
         self.text, self.where, self.first_line = text, where, first_line
         self.newlines = [match.start() for match in re.finditer("\n", text)]
         self.at = 0
+        self.redirected = False  # in the present statement
 
     def line(self, at: int) -> int:
         return self.first_line + bisect_left(self.newlines, at)
@@ -117,17 +126,22 @@ class _Scanner:
     def statements(self) -> Iterator[list[_Token]]:
         """Yields the statements in the order of the file; an operator is a statement of its own."""
         statement: list[_Token] = []
+        follows = ""
         for token in self._tokens(within_array=False):
             if not token.operator:
                 statement.append(token)
                 continue
             if statement:
-                yield statement
-            statement = []
+                yield self._finish_statement(statement, follows)
+            statement, follows, self.redirected = [], token.operator, False
             if token.operator in "()":
                 yield [token]
         if statement:
-            yield statement
+            yield self._finish_statement(statement, follows)
+
+    def _finish_statement(self, tokens: list[_Token], follows: str) -> list[_Token]:
+        tokens[0].follows, tokens[0].redirected = follows, self.redirected
+        return tokens
 
     def _tokens(self, *, within_array: bool) -> Iterator[_Token]:
         parts: list[_Part] = []
@@ -154,7 +168,7 @@ class _Scanner:
                 self.at = text.index("\n", at) + 1
             elif redirection:
                 self.at = redirection.end()
-                drops_next = True
+                drops_next = self.redirected = True
                 if redirection[0] in ("<<", "<<-") and (word := _HEREDOC.match(text, self.at)):
                     heredocs.append((word[2], redirection[0] == "<<-"))
                     self.at, drops_next = word.end(), False
@@ -273,6 +287,32 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _OPENING, _CLOSED = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
 _KEYWORDS = ("then", "do", "else", "elif", "time", "!", "exec", "nohup", "sudo", "env", "command", "function")
 _DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
+_TESTS = {"[[": "]]", "[": "]", "test": ""}
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+
+
+@dataclass
+class _Block:
+    """A bracket or compound command around a statement.
+
+    Attributes:
+        opening: the word that opens it.
+        runs: whether the present branch runs, and once; None if that is not known.
+        taken: whether an earlier branch of an `if` ran.
+        condition: statements of the condition that is being read.
+    """
+
+    opening: str
+    runs: bool | None = None
+    taken: bool | None = False
+    condition: list[list[_Token]] | None = None
 
 
 class _Interpreter:
@@ -283,30 +323,47 @@ class _Interpreter:
         self.variables: dict[str, list[list[_Piece]]] = {}
         self.exported: set[str] = set()
         self.expanded = 0  # characters
-        self.open: list[str] = []  # brackets and compound commands around the statement
+        self.open: list[_Block] = []  # around the statement
 
     def commands(self, statements: Iterator[list[_Token]]) -> Iterator[Command]:
         """Yields the commands with a name."""
         for tokens in statements:
             if tokens[0].operator == "(":
-                self.open.append("(")
+                self._add_condition(tokens)
+                self.open.append(_Block("("))
             elif tokens[0].operator == ")":
-                if self.open[-1:] == ["("]:  # else it ends a pattern of `case`
+                if self.open and self.open[-1].opening == "(":  # else it ends a pattern of `case`
                     self.open.pop()
             elif command := self._read_statement(tokens):
                 yield command
 
+    @property
+    def _is_certain(self) -> bool:
+        """True if the statement runs, and once."""
+        return all(block.runs for block in self.open)
+
     def _read_statement(self, tokens: list[_Token]) -> Command | None:
+        first = tokens[0]
         while tokens and (word := tokens[0].plain) in (*_OPENING, *_CLOSED, *_KEYWORDS):
+            if word == "!" and self._is_in_condition():
+                break
             tokens = tokens[1:]
             if word in _OPENING:
-                self.open.append(word)
+                self.open.append(_Block(word, condition=[] if word == "if" else None))
             elif word in _CLOSED and self.open:
                 self.open.pop()
-            if word in ("for", "select") and tokens:
+            elif word in ("then", "else", "elif"):
+                self._enter_branch(word)
+            if word in ("for", "select") and tokens and self._is_reached():
                 self.variables[tokens[0].plain] = [[self._unknown(f"${tokens[0].plain}", tokens[0].line)]]
             if word in ("for", "select", "case"):
                 return None
+        if tokens:
+            tokens[0].follows, tokens[0].redirected = first.follows, first.redirected
+            self._add_condition(tokens)
+            tokens = tokens[1:] if tokens[0].plain == "!" else tokens
+        if not tokens or not self._is_reached():
+            return None
         declares = bool(tokens) and tokens[0].plain in _DECLARATIONS
         if declares:
             exports = tokens[0].plain == "export"
@@ -332,6 +389,79 @@ class _Interpreter:
         shared = {name: _join(self.variables[name][0]) for name in sorted(self.exported) if self._is_text(name)}
         return Command(words, shared | own) if words else None
 
+    def _is_reached(self) -> bool:
+        """Returns False if a branch around the statement is known not to run."""
+        return all(block.runs is not False for block in self.open)
+
+    def _is_in_condition(self) -> bool:
+        return bool(self.open) and self.open[-1].condition is not None
+
+    def _add_condition(self, tokens: list[_Token]) -> None:
+        """Adds a statement to the condition that is being read, if there is one."""
+        if self._is_in_condition() and (condition := self.open[-1].condition) is not None:
+            condition.append(tokens)
+
+    def _enter_branch(self, word: str) -> None:
+        """Decides whether the statements behind `then`, `else` or `elif` run."""
+        if not self.open or self.open[-1].opening != "if":
+            return
+        block = self.open[-1]
+        if word == "elif":
+            block.condition, block.runs = [], None
+            return
+        holds: bool | None = True
+        if word == "then":
+            holds, block.condition = self._evaluate_condition(block.condition or []), None
+        block.runs = False if block.taken or holds is False else None if None in (block.taken, holds) else True
+        block.taken = True if block.taken or holds else None if None in (block.taken, holds) else False
+
+    def _evaluate_condition(self, statements: list[list[_Token]]) -> bool | None:
+        """Returns whether a condition holds; None if that is not known without running the script."""
+        joins = {tokens[0].follows for tokens in statements[1:]}
+        if not statements or len(joins) > 1 or not joins <= {"&&", "||"}:
+            return None
+        # `[[ a && b ]]` is split at its operator.
+        closing = _TESTS.get(statements[0][0].plain, "")
+        values = [self._evaluate_test(tokens, within=closing) for tokens in statements]
+        decisive = "||" in joins
+        if decisive in values:
+            return decisive
+        return None if None in values else not decisive
+
+    def _evaluate_test(self, tokens: list[_Token], within: str = "") -> bool | None:
+        """Returns whether a test like `[ "$A" = b ]` holds; None if that is not known, or it is another command.
+
+        Args:
+            within: the word that closes the test; parts between its operators have no opening word of their own.
+        """
+        if tokens[0].operator or tokens[0].redirected:
+            return None
+        if tokens[0].plain == "!":
+            holds = self._evaluate_test(tokens[1:], within) if len(tokens) > 1 else None
+            return None if holds is None else not holds
+        if (opening := tokens[0].plain) in _TESTS:
+            tokens, within = tokens[1:], _TESTS[opening]
+        elif within != "]]":
+            return None
+        if within and tokens and tokens[-1].plain == within:
+            tokens = tokens[:-1]
+        expanded = [self._expand(token) for token in tokens]
+        if any(word.is_computed for words in expanded for word in words):
+            return None
+        if within == "]]":  # where each token is one word
+            if any(len(words) > 1 for words in expanded):
+                return None
+            expanded = [words or [Word("", tokens[0].line)] for words in expanded]
+        words = [word.text for each in expanded for word in each]
+        if words[:1] == ["!"] and len(words) > 1:
+            holds = _compare(words[1:])
+            return None if holds is None else not holds
+        # The right side of `[[ a == b ]]` is a pattern if it is not quoted.
+        is_pattern = (
+            any(not part.quoted and set("*?[") & set(part.text) for part in tokens[-1].parts) if tokens else False
+        )
+        return None if is_pattern else _compare(words)
+
     def _is_text(self, name: str) -> bool:
         return len(self.variables.get(name, ())) == 1
 
@@ -344,13 +474,13 @@ class _Interpreter:
         if token.items and token.items[0].parts and _is_expansion(token.items[0].parts, match[1]):
             token, appends = _Token(token.parts, token.items[1:]), True  # NAME=("${NAME[@]}" more)
         name, fields = self._evaluate(token)
-        if self.open:  # whether the script comes here is not known
+        if not self._is_certain:
             fields = [[piece._replace(computed=True) for piece in pieces] for pieces in fields]
         if appends:
             before = self.variables.get(name, [])
             joins = token.items is None and bool(before)
             fields = [*before[:-1], [*before[-1], *fields[0]]] if joins else [*before, *fields]
-        elif self.open:
+        elif not self._is_certain:
             fields = [[self._unknown(f"${name}", token.line)]]
         self.variables[name] = fields
         return name
@@ -431,6 +561,22 @@ class _Interpreter:
 
     def _unknown(self, source: str, line: int) -> _Piece:
         return _Piece(source, line, computed=True)
+
+
+def _compare(words: list[str]) -> bool | None:
+    """Returns the value of `a = b`, `-z a` or the like; None if it is another test."""
+    match words:
+        case ["-z", text]:
+            return not text
+        case ["-n", text] | [text]:
+            return bool(text)
+        case [left, "=" | "==", right]:
+            return left == right
+        case [left, "!=", right]:
+            return left != right
+        case [left, name, right] if name in _COMPARISONS and re.fullmatch(r"\d{1,18} \d{1,18}", f"{left} {right}"):
+            return _COMPARISONS[name](int(left), int(right))
+    return None
 
 
 _DEEPEST = 16

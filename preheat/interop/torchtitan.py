@@ -257,6 +257,13 @@ def _read_pipeline_batch(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("micro_batch",), "in a pipeline")
 
 
+def _read_reduction(settings: Settings, entry: Entry) -> Outcome:
+    if entry.text() != "bfloat16":
+        return NoEffect("gradients are summed in fp32, as planned")
+    settings.half_reduction = True
+    return Takes(("half_reduction",))
+
+
 def _read_loss_parallel(settings: Settings, entry: Entry) -> Outcome:
     settings.loss_parallel = not entry.truth()
     return Takes(("loss_parallel",))
@@ -392,9 +399,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     if settings.pipeline_parallel > 1:
         notes += _finish_pipeline(settings, entries)
     if settings.tensor_parallel > 1 and not settings.chunked_loss:
-        settings.loss_rows = settings.micro_batch * settings.length
-        if settings.loss_parallel:  # torch/distributed/tensor/parallel/loss.py: four copies in fp32, ours 6 bytes
-            notes.append("torch's loss over a split vocabulary keeps 10 bytes a logit more than the planned one")
+        settings.loss_rows = 0
     if settings.tensor_parallel > 1 or settings.pipeline_parallel > 1:
         settings.chunked_loss = False  # the loss over a split vocabulary has chunks of its own, as that of a pipeline
     key = "training.global_batch_size"
@@ -669,7 +674,7 @@ TORCHTITAN = Format(
         # Precision and recomputation.
         "training.dtype": _read_dtype,
         "training.mixed_precision_param": _read_precision,
-        "training.mixed_precision_reduce": ignore("gradients are summed in fp32, as planned"),
+        "training.mixed_precision_reduce": _read_reduction,
         "training.enable_cpu_offload": switch("offload"),
         **{f"float8.{name}": handler for name, handler in _FLOAT8.items()},
         **{f"quantize.linear.float8.{name}": handler for name, handler in _FLOAT8.items()},

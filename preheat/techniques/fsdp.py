@@ -76,7 +76,10 @@ class FSDP(Searchable):
     """Hybrid sharding: number of groups of devices that each hold a full copy of the weights; set it to the number of
     hosts to gather within hosts only."""
     gather: Literal["own", "bf16"] = "own"
-    """Precision in which weights are gathered and used; gradients are summed in fp32. bf16 sends half as much."""
+    """Precision in which weights are gathered and used. bf16 sends half as much."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are sent and summed over devices, and with `reduce: last` over micro-batches. bf16
+    needs half the memory and communication, and loses small contributions."""
     reduce: Literal["each", "last"] = "each"
     """With several micro-batches: reduce-scatter the gradients of each (least memory), or keep them unsharded until the
     last (least communication)."""
@@ -94,7 +97,7 @@ class FSDP(Searchable):
         return {Axis.SHARD: 0, Axis.REPLICATE: self.replicate}
 
     def search_numerics(self) -> Literal["exact", "rounding"]:
-        return "exact" if self.gather == "own" else "rounding"
+        return "exact" if (self.gather, self.reduce_dtype) == ("own", "fp32") else "rounding"
 
     def check(self, context: Context) -> list[str]:
         problems = []
@@ -134,6 +137,7 @@ class FSDP(Searchable):
                 mesh,
                 reshard=self.reshard_after_forward,
                 gather=torch.bfloat16 if self.gather == "bf16" else None,
+                reduce=torch.bfloat16 if self.reduce_dtype == "bf16" else torch.float32,
                 offload=self.offload,
             )
         except ValueError as error:  # only of experts that `expert_parallel` has split

@@ -27,11 +27,11 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Finish, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.recipe import Bound, NonNegativeInt
+from preheat.recipe import NonNegativeInt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,8 +111,9 @@ class TensorParallel(Searchable):
     loss_parallel: bool = True
     """Each device computes the logits of its shard of the vocabulary only; false gathers logits (or, for chunked_loss
     and liger, the head) on each device."""
-    rows: Annotated[int, Bound(1)] = 512
-    """With loss_parallel: positions of logits in memory at a time."""
+    rows: NonNegativeInt = 512
+    """With loss_parallel: positions of logits in memory at a time; 0: all, in fp32 until their gradient is computed, as
+    torch's own loss_parallel does. 0 needs the most memory."""
 
     def claimed(self) -> frozenset[Slot]:
         return self.owns if self.loss_parallel else frozenset()
@@ -170,6 +171,9 @@ class TensorParallel(Searchable):
                 "loss_parallel: makes logits some positions at a time by itself; "
                 f"leave {others[0]} out, or set loss_parallel: false"
             )
+        losses = [t.name() for t in recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]
+        if self.loss_parallel and not self.rows and losses:
+            problems.append(f"rows: 0 supports plain cross entropy only; leave {losses[0]} or rows out")
         if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
             problems.append("loss_parallel: the head is over a few classes, which are not sharded; set it to false")
         elif self.loss_parallel and model.vocabulary % degree:
@@ -211,6 +215,8 @@ class TensorParallel(Searchable):
         if self.loss_parallel:
             # The loss multiplies by the head's shard itself, so an adapter on the head would be ignored.
             hf.require_plain_head(part, self.name())
+            if not self.rows and hf.read_facts(part.config).logit_softcap is not None:
+                raise RecipeError(f"techniques.{self.name()}: rows: 0 does not support capped logits; leave it out")
             build.claim(
                 Slot.OVER_LOGITS, functools.partial(tensor_parallel.sum_sharded_loss, rows=self.rows), self.name()
             )
@@ -224,7 +230,8 @@ class TensorParallel(Searchable):
             parts.append(f"{layers} of {total} layers split, {whole_mixers} token mixers computed whole on each device")
         parts += ["activations between blocks split along the sequence"] * self.sequence_parallel
         parts += ["gathered again in backward"] * self.regather
-        parts += [f"logits of 1/{degree} of the vocabulary each, {self.rows} positions at a time"] * self.loss_parallel
+        at_once = f"{self.rows} positions at a time" if self.rows else "all positions at once"
+        parts += [f"logits of 1/{degree} of the vocabulary each, {at_once}"] * self.loss_parallel
         parts += ["embedding and head whole"] * (not vocabulary)
         return Change("; ".join(parts), count)
 

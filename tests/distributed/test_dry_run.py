@@ -101,6 +101,21 @@ def test_weights_that_are_kept_are_gathered_once_a_step(
     assert layers * reductions <= counts["_reduce_scatter_base_"] <= (layers + 2) * reductions, counts
 
 
+def test_gradients_that_are_kept_in_bf16_take_half() -> None:
+    settings = "{mixed_precision: {mode: bf16}, gradient_accumulation: {steps: 4}, fsdp: {reduce: last, gather: bf16, reduce_dtype: %s}}"
+    peaks, sent = [], []
+    for dtype in ("fp32", "bf16"):
+        wide = "model={family: llama, num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 256}"
+        recipe = recipes.override(tiny(settings % dtype, rows=16), wide, "parallel.devices=4")
+        seen = observe(Request(recipe, GPU, vocabulary=96), evaluated=False)
+        peaks.append(max(seen.peak[phase] for phase in STEP))
+        reductions = [(k, n) for k, n in seen.kernels.items() if k.operator.endswith("_reduce_scatter_base_")]
+        sent.append(sum(k.bytes_read * n for k, n in reductions))
+        parameters = seen.parameters
+    assert sent[0] == 2 * sent[1]
+    assert peaks[0] - peaks[1] == pytest.approx(2 * parameters, rel=0.25)
+
+
 def test_offloaded_weights_gradients_and_states_are_not_the_devices() -> None:
     gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
     wide = "model={family: llama, num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 256}"

@@ -102,6 +102,12 @@ QUICK = [
     Case("qwen3", "fsdp: {reshard_after_forward: false, reduce: last}", "gradient_accumulation: {steps: 2}"),
     Case("gpt2", "fsdp: {}", "chunked_loss: {rows: 7}, activation_checkpointing: {}", **GPT2),
     Case("llama", "fsdp: {gather: bf16}", instead="mixed_precision: {mode: bf16_master}", **HALF),
+    Case(
+        "llama",
+        "fsdp: {reduce_dtype: bf16, reduce: last}",
+        "gradient_accumulation: {steps: 2}",
+        **HALF | {"loss": 5e-3},
+    ),
     Case("llama", "data_parallel: {}", "gradient_accumulation: {steps: 2}, efficient_attention: {}"),
     Case("qwen3", "data_parallel: {}, zero1: {}", "gradient_accumulation: {steps: 2}"),
     Case("gpt2", "data_parallel: {}, zero1: {}", **GPT2),

@@ -107,6 +107,7 @@ CASES = {
     "a head with a bias, gathered": Case(
         WHOLE, "chunked_loss: {rows: 40}", model=family("biased", random=False), steps=2
     ),
+    "all logits at once": Case("tensor_parallel: {degree: 2, rows: 0}", "gradient_accumulation: {steps: 2}", steps=2),
     "gathered again": Case(AGAIN, "gradient_accumulation: {steps: 2}", family="qwen3", steps=2),
     "biases, gathered again": Case(AGAIN, model=family("qwen2"), steps=2),
     "fsdp, gathered again": Case(f"{AGAIN}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4),
@@ -489,6 +490,11 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
         ),
         ("tensor_parallel: {degree: 2}", "model.vocab_size=97", "a vocabulary of 97 rows does not divide by degree 2"),
         ("tensor_parallel: {degree: 2}, chunked_loss: {}", "", "leave chunked_loss out, or set loss_parallel: false"),
+        (
+            "tensor_parallel: {degree: 2, rows: 0}, dft: {}",
+            "",
+            "supports plain cross entropy only; leave dft or rows out",
+        ),
         ("tensor_parallel: {degree: 2}, classification: {classes: 3}", "", "the head is over a few classes"),
         ("tensor_parallel: {degree: 2}, muon: {}", "", "muon brings an optimizer"),
         ("tensor_parallel: {degree: 2}, lora: {variant: pissa}", "", "cannot go with lora (modified-base)"),

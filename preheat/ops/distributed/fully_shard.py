@@ -129,6 +129,7 @@ def shard_fully(
     *,
     reshard: bool = True,
     gather: torch.dtype | None = None,
+    reduce: torch.dtype = torch.float32,
     offload: bool = False,
 ) -> int:
     """Shards a module with FSDP2 in place, one group per layer. Gradients are summed over the mesh, not averaged.
@@ -140,7 +141,8 @@ def shard_fully(
         layers: submodules in execution order; each must be called as a module.
         mesh: one-dimensional DeviceMesh; two-dimensional (replicate, shard) for hybrid sharding.
         reshard: free a layer's gathered weights after its forward pass and gather them again for backward.
-        gather: dtype of gathered weights; None: their own. Gradients are reduced in fp32.
+        gather: dtype of gathered weights; None: their own.
+        reduce: dtype in which gradients are reduced; in bf16 those of many ranks lose their small contributions.
         offload: keep the shards in host memory and copy them to the device for use.
 
     Returns:
@@ -152,11 +154,10 @@ def shard_fully(
     Example:
         >>> shard_fully(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
     """
-    # fp32 for sums: in bf16 the gradients of many ranks would lose their small contributions.
     settings: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduce),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
         "shard_placement_fn": functools.partial(_choose_shard_dim, ranks=mesh.size(mesh.ndim - 1)),
     }

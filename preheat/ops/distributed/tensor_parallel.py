@@ -513,6 +513,42 @@ class SharedCrossEntropy:
         return torch.where(trained, losses, 0.0), torch.where(trained, factor, 0.0)
 
 
+class _WholeCrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits sharded by columns, with the operators of torch's loss_parallel.
+
+    Forward keeps the log-probabilities in fp32; backward makes three more tensors of their size.
+    Source: torch/distributed/tensor/parallel/loss.py.
+    """
+
+    @staticmethod
+    def forward(ctx: AutogradContext, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+        share, trained = logits.shape[1], labels != IGNORED
+        index = labels - group.rank() * share
+        is_local = trained & (index >= 0) & (index < share)
+        own = (torch.arange(labels.shape[0], device=labels.device), index.clamp(0, share - 1))
+        x = logits.float()
+        peak = x.amax(dim=-1, keepdim=True)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        shifted = x - peak
+        total = shifted.exp().sum(dim=-1, keepdim=True)
+        dist.all_reduce(total, group=group)
+        log_probs = shifted - total.log()
+        losses = torch.where(is_local, -log_probs[own], 0.0)
+        dist.all_reduce(losses, group=group)
+        ctx.save_for_backward(log_probs, *own, trained, is_local)
+        ctx.dtype = logits.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, *own, trained, is_local = ctx.saved_tensors
+        rows, columns = own
+        by_label = torch.zeros_like(log_probs)
+        by_label[rows, columns] = -is_local.float()
+        by_logits = (by_label + log_probs.exp()) * torch.where(trained, grads[0], 0.0).unsqueeze(1)
+        return by_logits.to(ctx.dtype), None, None
+
+
 class _RecordedShards:
     """`Recorded` for losses computed by a `SharedCrossEntropy`."""
 
@@ -579,15 +615,22 @@ def sum_sharded_loss(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligne
         hidden: [..., width], equal on every rank of the head's mesh.
         head: `weight` [vocabulary, width] and any `bias` [vocabulary] are DTensors sharded by rows; plain tensors are
             used as they are.
+        rows: logits in memory at a time; 0: all, in fp32 until backward, for a plain `CrossEntropy` only.
     """
     weight: Any = head.weight
     if not isinstance(weight, DTensor):  # a reference model without tensor parallelism
-        return sum_chunked_loss(hidden, head, row_loss, *aligned, rows=rows)
+        return sum_chunked_loss(hidden, head, row_loss, *aligned, rows=rows or hidden[..., 0].numel())
     assert weight.placements == (Shard(0),), "a head whose rows are sharded, with nothing else between"
     mesh = weight.device_mesh
     # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     bias: Any = head.bias
+    if not rows:
+        if type(row_loss) is not CrossEntropy:
+            raise TypeError(f"{type(row_loss).__name__} does not support whole logits; leave rows: 0 out")
+        logits = F.linear(spread, weight.to_local(), bias.to_local() if bias is not None else None)
+        (labels,) = aligned
+        return torch.sum(_WholeCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), mesh.get_group()))
     # `sum_chunked_loss` needs no more of a head than its weight and bias.
     mine: Any = SimpleNamespace(weight=weight.to_local(), bias=bias.to_local() if bias is not None else None)
     return sum_chunked_loss(spread, mine, _shard_loss(row_loss, mesh.get_group()), *aligned, rows=rows)

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from preheat.core import DATA, Axis, Device
 from preheat.core.plan import HostLaunches
-from preheat.hardware.catalogue import Accelerator, find_accelerator
+from preheat.hardware.catalogue import ATTENTION_SHARES, Accelerator, find_accelerator
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
 from preheat.planning.speed.flop_formulas import FUSED
@@ -103,19 +103,8 @@ _NARROW_LOADS = frozenset({"volta", "turing", "ampere", "ada", "blackwell-rtx"})
 # Of the L2 cache, filled by what a kernel reads and writes: repeated kernels keep the cache's rate up to 0.77 (A40),
 # 0.78 (A100), 0.84 (H200) and 0.88 (L40) of its size, by the source of the rates (hardware/catalogue.py).
 _CACHED = 0.75
-# Fraction of the peak matmul rate, forward and backward, counting causal work only.
-_ATTENTION: dict[str, tuple[float, float]] = {
-    # FlashAttention-2 (arXiv:2307.08691, figures 4 and 6: head dim 128, 2k to 8k tokens, A100 and H100);
-    # FlashAttention-3 (2407.08608) is not assumed.
-    "ampere": (0.62, 0.52),
-    "ada": (0.62, 0.52),
-    "hopper": (0.38, 0.33),
-    "blackwell": (0.45, 0.38),
-    "blackwell-rtx": (0.62, 0.52),  # runs FlashAttention-2 as Ada does
-    "cdna": (0.45, 0.35),
-}
-# The same of cuDNN's attention: nearer to rows of 8,192 tokens (0.54 and 0.44 in steps on an H100), where attention
-# takes a quarter of the time, than to rows of 2,048 (0.48 and 0.33; benchmarks/results/gpu_layer.md).
+# `ATTENTION_SHARES` of cuDNN's attention: nearer to rows of 8,192 tokens (0.54 and 0.44 in steps on an H100), where
+# attention takes a quarter of the time, than to rows of 2,048 (0.48 and 0.33; benchmarks/results/gpu_layer.md).
 _CUDNN: dict[str, tuple[float, float]] = {"hopper": (0.52, 0.41)}
 _CAPABILITY = {  # lowest CUDA compute capability of a generation
     "volta": (7, 0),
@@ -255,7 +244,7 @@ class Roofline:
         return max(computing, self.moving(kernel.bytes_read + kernel.bytes_written))
 
     def _time_attention(self, kernel: Kernel, cudnn: bool = False) -> float:
-        shares = _ATTENTION | _CUDNN if cudnn else _ATTENTION
+        shares = ATTENTION_SHARES | _CUDNN if cudnn else ATTENTION_SHARES
         forward, backward = shares.get(self.device.generation, (0.45, 0.38))
         share = backward if "backward" in kernel.operator else forward
         dtype = kernel.dtype if kernel.dtype in self.peak_matrix_rate else "bf16"
@@ -264,7 +253,7 @@ class Roofline:
 
     def _time_fused_kernel(self, kernel: Kernel) -> float:
         """Seconds of a recurrent layer's kernel: small matmuls in one pass, as attention is."""
-        share, _ = _ATTENTION.get(self.device.generation, (0.45, 0.38))
+        share, _ = ATTENTION_SHARES.get(self.device.generation, (0.45, 0.38))
         return max(
             kernel.flops / (self._find_rate(kernel.dtype) * share),
             self.moving(kernel.bytes_read + kernel.bytes_written),

@@ -78,6 +78,8 @@ LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disab
         ("--bf16 --use-distributed-optimizer", "techniques.zero1", {}),
         ("--bf16 --use-distributed-optimizer --global-batch-size 64", "techniques.fsdp.reduce", "last"),
         ("--bf16 --use-distributed-optimizer --global-batch-size 64", "techniques.fsdp.reshard_after_forward", False),
+        ("--bf16 --use-torch-fsdp2 --grad-reduce-in-bf16", "techniques.fsdp.reduce_dtype", "bf16"),
+        ("--bf16 --use-torch-fsdp2", "techniques.fsdp.reduce_dtype", "fp32"),
         ("--bf16 --use-torch-fsdp2", "techniques.mixed_precision.mode", "bf16"),
         ("--bf16 --use-torch-fsdp2", "techniques.fsdp.gather", "bf16"),
         ("--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim", "techniques.zero1", {}),

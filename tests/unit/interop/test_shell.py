@@ -51,6 +51,46 @@ def test_words_are_those_of_bash() -> None:
     assert [word.text for word in words] == shown.stdout.splitlines()
 
 
+_BRANCHES = """DTYPE=${UNSET_A:-fp8} N=2 EMPTY=
+if [[ "$DTYPE" == "fp8" ]]; then ARGS+=("--fp8" a); else ARGS+=(--bf16); fi
+if [ $DTYPE != fp8 ] || [ -z "$EMPTY" ]; then ARGS+=(--b); fi
+if [[ "$DTYPE" == bf16 || $N -gt 2 ]]; then
+    if [ 1 = 1 ]; then ARGS=(--never); fi
+    show --not-run
+elif ! [[ -n $EMPTY ]] && [ $N -ge 2 ]; then
+    N=3
+    if [ $N = 3 ]; then show "--from branch"; fi
+elif [ 1 = 1 ]; then
+    ARGS+=(--neither)
+else
+    ARGS+=(--nor)
+fi
+show "${ARGS[@]}" --n $N
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_branches_on_known_values_are_those_of_bash() -> None:
+    defined = f"show() {{ printf '%s\\n' \"$@\"; }}\n{_BRANCHES}"
+    shown = subprocess.run(["bash", "-c", defined], capture_output=True, text=True, check=True)
+    words = [w for c in list_commands(_BRANCHES, "f.sh") if c.words[0].text == "show" for w in c.words[1:]]
+    assert [word.text for word in words] == shown.stdout.splitlines()
+    assert not any(word.is_computed for word in words)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("[ -f here ]", "[[ $A == 1* ]]", "[[ $A > 2 ]]", "[[ $A =~ 1 ]]", "grep -q x y", "[ $1 = 1 ]"),
+        *("[ $A = 1 ]; true", "[ $A = 1 ] | cat", "( [ $A = 1 ] )", "[ $A = 1 ] && [ $A = 2 ] || true"),
+    ],
+)
+def test_branches_on_what_is_not_known_are_computed(condition: str) -> None:
+    text = f"A=1 B=2\nif {condition}; then B=3; fi\nrun $B"
+    command = next(c for c in list_commands(text, "f.sh") if c.words[0].text == "run")
+    assert (command.words[1].text, command.words[1].is_computed) == ("$B", True)
+
+
 def test_lines_and_what_is_not_known() -> None:
     text = """A=1
 if [[ $X == 1 ]]; then

@@ -87,7 +87,12 @@ def read_registry(text: str, name: str = "run", **options: object) -> ForeignCon
         ("[optimizer]\nbeta1 = 0.8\neps = 1e-15", "optimizer.betas", (0.8, 0.95)),
         ("[checkpoint]\ninitial_load_in_hf = true", "model.weights", "pretrained"),
         ("[parallelism]\ntensor_parallel_degree = 2", "techniques.tensor_parallel.sequence_parallel", True),
-        ("[parallelism]\ntensor_parallel_degree = 2", "techniques.tensor_parallel.rows", 128),
+        ("[parallelism]\ntensor_parallel_degree = 2", "techniques.tensor_parallel.rows", 0),
+        (
+            'mixed_precision_reduce = "bfloat16"\n[parallelism]\ndata_parallel_shard_degree = 2',
+            "techniques.fsdp.reduce_dtype",
+            "bf16",
+        ),
         (
             "[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true",
             "techniques.tensor_parallel.loss_parallel",

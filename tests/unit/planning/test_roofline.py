@@ -413,6 +413,7 @@ def calibrated(gpu: Roofline, seconds: Callable[[float, float], float]) -> Rates
         matrix=tuple(matmul(*each) for each in order),
         moved=tuple(copies),
         attention=tuple(attention),
+        adamw={d: seconds(each * 2**26, 1) / 2**26 for d, each in rates.adamw.items()},
     )
 
 
@@ -454,6 +455,45 @@ def test_a_calibration_that_cannot_be_true_gives_way_to_the_data_sheet(
     else:
         assert unknown.doubt is not None
         assert alone in unknown.doubt
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (
+            lambda rates: {"attention": tuple(replace(r, flops=r.flops / 10) for r in rates.attention)},
+            "attention in bf16",
+        ),
+        (lambda rates: {"attention": tuple(replace(r, flops=r.flops * 10) for r in rates.attention)}, "matmuls can be"),
+        (
+            lambda rates: {"adamw": {name: 10 * each for name, each in rates.adamw.items()}},
+            "AdamW in bf16 takes 10 times",
+        ),
+        (lambda rates: {"adamw": {name: each / 10 for name, each in rates.adamw.items()}}, "its bytes can be"),
+        (lambda rates: {"host_operator": 10 * rates.host_operator}, "take the host 20 times as long"),
+        (
+            lambda rates: {"moved": tuple(replace(r, rate=r.rate / 10) for r in rates.moved)},
+            "memory bandwidth (in bf16)",
+        ),
+    ],
+    ids=["attention", "attention's launches", "optimizer", "optimizer's launches", "host", "copies"],
+)
+def test_one_wrong_part_of_a_calibration_is_told(wrong: Callable[[Rates], dict[str, Any]], why: str) -> None:
+    h100 = replace(Roofline.of("H100"), alone=True)
+    right = replace(calibrated(h100, lambda true, part: true), host_operator=9e-6, host_custom=40e-6)
+    recipe = recipes.parse(
+        "name: x\nmodel: {preset: llama-3.2-1b}\nbatch: {size: 2, seq_len: 2048}\nstop: {max_steps: 1}\n"
+        "techniques: {mixed_precision: {}, efficient_attention: {}, chunked_loss: {rows: 4096}}"
+    )
+    request = Request(recipe, h100.as_device, rates=h100)
+    seen = observe_few_layers(request, quick=True)
+    true = describe(request, seen).seconds_per_step
+    for rates in (right, replace(right, **wrong(right))):
+        planned = describe(replace(request, rates=rates), seen)
+        assert planned.seconds_per_step == pytest.approx(true, rel=0.25)
+        assert (planned.doubt is None) == (rates is right)
+    assert planned.doubt is not None
+    assert why in planned.doubt
 
 
 def test_collectives_take_their_bytes_over_the_link_or_the_network() -> None:
