@@ -247,6 +247,22 @@ def test_llama_cpp_splits_text_alike(patterns: tuple[str, ...], ignores: bool, t
     assert gguf.write(source, tmp_path / "out", dtype="f32").llama_cpp is not None
 
 
+def test_a_wrong_name_of_the_splitting_is_noticed_without_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {name: patterns for (patterns, _), name in gguf_tokenizer._PRE_TOKENIZERS.items()}
+    # Of the names that transformers does not know; smollm splits numbers into digits.
+    tokenizer = split_by_patterns(names["deepseek-v3"])
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    source = write_folder(tmp_path / "model", tokenizer, "llama", **sizes)
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+    assert "llama.cpp did not run the file" in gguf.write(source, tmp_path / "right", dtype="f32").note
+    monkeypatch.setattr(gguf_tokenizer, "_find_rule", lambda serialized: "smollm")
+    with pytest.raises(RunError, match=r"the file's tokenizer splits .* differently"):
+        gguf.write(source, tmp_path / "wrong", dtype="f32")
+    assert not (tmp_path / "wrong").exists()
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 @with_llama_cpp
 def test_llama_cpp_joins_characters_as_gemma(family: str, tmp_path: Path) -> None:
