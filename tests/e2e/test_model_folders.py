@@ -187,7 +187,10 @@ def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(
         ),
         ({"mlp_layer_types": ["dense"] * 6}, "mlp_layer_types: has 6 entries for 5 layers"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "is stored quantized (aqlm), which preheat does not read"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: None: preheat reads 2 and 4 and 8"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config.bits: None: preheat reads 2 and 4 and 8",
+        ),
     ):
         (base / "config.json").write_text(json.dumps(settings | change))
         for more in ((), ("--dry-run",)):
