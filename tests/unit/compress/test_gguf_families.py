@@ -167,6 +167,8 @@ def test_llama_cpp_gives_the_same_probabilities_and_tokens(case: str, tokenizer:
     assert made.llama_cpp.max_logprob_difference < (0.03 if case in GELU else 2e-5)
     assert made.llama_cpp.mean_logprob_difference < (2e-3 if case in GELU else 2e-6)
     assert made.max_logit_difference < 1e-5 * made.largest_logit
+    # A bias of the family's own routers is saved, and was not added by training.
+    assert "balanced its experts" not in made.note
     # Greedy tokens: each is llama.cpp's likeliest after those before it.
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     prompt = tokenizer.encode("the quick brown fox")
