@@ -280,7 +280,7 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="tiny models, dense and recurrent, instead of the list")
     parser.add_argument("--methods", action="store_true", help="a recipe of each training method, instead of the list")
-    parser.add_argument("--only", default="", help="only recipes with this text in their names")
+    parser.add_argument("--only", nargs="*", help="only recipes with one of these texts in their names")
     parser.add_argument("--repeats", type=int, default=2, help="how often a run beside other work is repeated")
     parser.add_argument("--wait", type=float, default=120, help="seconds to wait for free cores before each run")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
@@ -298,7 +298,7 @@ def main() -> None:
         cases = [Case(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
     rows: list[dict[str, Any]] = []
     for name, settings, processes in cases:
-        if options.only not in name:
+        if options.only and not any(text in name for text in options.only):
             continue
         summary, failure = None, ""
         for _ in range(options.repeats + 1):

@@ -182,6 +182,25 @@ def test_llama_cpp_gives_the_same_probabilities_and_tokens(case: str, tokenizer:
 
 
 @with_llama_cpp
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_next", "qwen3_5_moe", "gpt_oss", "nemotron_h-experts", "lfm2"])
+def test_an_f16_file_generates_the_text_of_the_fp16_folder(case: str, tokenizer: Any, tmp_path: Path) -> None:
+    family, values = CASES[case]
+    # Weights in fp16, so that the file has them exactly; else rounding may send a token to other experts.
+    create_model(family, **values).half().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    made = gguf.write(tmp_path / "model", tmp_path / "out", dtype="f16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float16)
+    prompt = tokenizer.encode("the quick brown fox")
+    ids = list(prompt)
+    for _ in range(8):
+        ids.append(int(compute_reference_logits(model, torch.tensor([ids]))[0, -1].argmax()))
+    request = {"context": 64, "threads": 1, "letter": tokenizer.encode("a")[-1], "top": 1, "texts": []}
+    prompts = [ids[:n] for n in range(len(prompt), len(ids))]
+    answer = llama_cpp._run(tmp_path / "out" / made.file, {**request, "prompts": prompts})
+    assert [logprobs[0][0] for logprobs in answer["logprobs"]] == ids[len(prompt) :]
+
+
+@with_llama_cpp
 def test_a_wrong_key_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_folder(tmp_path / "model", tokenizer, "granite", attention_multiplier=1.0)
     build = gguf_families.build_keys
