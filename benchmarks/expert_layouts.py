@@ -12,11 +12,12 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-MODELS = {"qwen3-30b-a3b": 16, "mixtral-8x7b": 16, "gpt-oss-20b": 8, "glm-4.5-air": 64, "deepseek-v3": 256}
+MODELS = {"qwen3-30b-a3b": 16, "mixtral-8x7b": 16, "gpt-oss-20b": 16, "glm-4.5-air": 64, "deepseek-v3": 256}
 """Presets, and the number of H100s to plan for."""
 # (tensor, pipeline, context, expert) parallel
 LAYOUTS = (
@@ -73,7 +74,9 @@ def plan(model: str, devices: int, layout: tuple[int, int, int, int], folder: Pa
         "--json",
     ]
     done = subprocess.run([sys.executable, "-m", "preheat", *command], capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 3):
+    if done.returncode not in (0, 2, 3):  # a crash is no refusal
+        raise SystemExit(done.stderr)
+    if done.returncode == 2:
         lines = [line for line in done.stderr.splitlines() if line.startswith(("error", "- "))]
         reason = " ".join(lines or done.stderr.strip().splitlines()[-1:]).replace(str(file), "").replace("error:", "")
         return "refused", reason.strip()
@@ -89,31 +92,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     options = parser.parse_args()
-    lines, counts = list[str](), dict[str, int]()
+    rows: dict[str, list[str]] = {model: [] for model in options.models}
+    counts = dict[str, int]()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for model in options.models:
-            lines += [
-                "",
-                f"## {model} on {MODELS[model]} H100",
-                "",
-                "| tp | pp | cp | ep | | |",
-                "|---|---|---|---|---|---|",
-            ]
-            for layout in LAYOUTS:
+        for layout in LAYOUTS:
+            for model in options.models:
                 outcome, text = plan(model, MODELS[model], layout, Path(folder))
                 counts[outcome] = counts.get(outcome, 0) + 1
-                lines.append(f"| {' | '.join(map(str, layout))} | {outcome} | {text} |")
+                rows[model].append(f"| {' | '.join(map(str, layout))} | {outcome} | {text} |")
                 print(model, layout, outcome, text, f"{time.monotonic() - began:.0f} s", flush=True)
+                # After each cell, since all take an hour.
+                options.out.write_text(render(rows, counts, options.out), encoding="utf-8")
+
+
+def render(rows: Mapping[str, Sequence[str]], counts: Mapping[str, int], out: Path) -> str:
+    """Returns the page: the counts of outcomes, and a table of each model."""
     total = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    head = [
+    lines = [
         "# Layouts of models with experts, planned",
         "",
         f"Of {sum(counts.values())} layouts: {total}. tp, pp, cp, ep: tensor, pipeline, context and expert parallel; fsdp over the rest.",
         "",
-        f"Command: `python benchmarks/expert_layouts.py --out {options.out}`. {__doc__.split(chr(10) * 2, 2)[2].strip()}",
+        f"Command: `python benchmarks/expert_layouts.py --out {out}`. {__doc__.split(chr(10) * 2, 2)[2].strip()}",
     ]
-    options.out.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+    for model, cells in rows.items():
+        lines += [
+            "",
+            f"## {model} on {MODELS[model]} H100",
+            "",
+            "| tp | pp | cp | ep | | |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += cells
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Predicted against measured peak memory and speed of real runs on this machine.
 
     python benchmarks/plan_vs_measured.py [--drawn 30 --seed 1] [--out benchmarks/results/plan_vs_measured.json]
+    PREHEAT_DATA=FOLDER python benchmarks/plan_vs_measured.py --methods --out FILE
 
 Each recipe is trained for a few steps by the command line in a process of its own, in a temporary folder; predicted and
-measured are the run's own figures. Peak memory is the process's high-water mark less what it held before the build.
+measured are the run's own figures. Peak memory is the process's high-water mark less what it held before the build. With
+several processes it is that of the one with the most, as plans have it.
 
 A run beside other work is repeated, by default twice, each time after waiting for the cores to be free. If it still had
 not the machine to itself, its speed is left out of the summary; its memory counts, which others do not change.
@@ -25,6 +27,7 @@ from typing import Any
 
 from drawn import draw_settings
 from drawn import format_settings as arguments
+from method_cases import Case, list_methods
 
 from preheat.hardware.machine_use import UseMeter
 
@@ -193,23 +196,44 @@ def wait_until_quiet(most: float) -> None:
             return
 
 
-def run(settings: list[str]) -> tuple[dict[str, Any] | None, str]:
+def run(settings: list[str], processes: int) -> tuple[dict[str, Any] | None, str]:
     """Trains a recipe; returns its summary, or None with the last line of its error."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", f"{folder}/run"]
-        done = subprocess.run(
-            [*command, *arguments(settings)], capture_output=True, text=True, check=False, env=os.environ
-        )
+        if processes > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            command = [sys.executable, *launcher, __file__, "--rank-in", folder]
+            command += [part for setting in settings for part in ("--set", setting)]
+        else:
+            command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", f"{folder}/run"]
+            command += arguments(settings)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
         if done.returncode:
-            return None, done.stderr.strip().splitlines()[-1]
-        summary = json.loads(done.stdout)
+            errors = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("error")]
+            return None, (errors or done.stderr.strip().splitlines())[-1]
+        if processes > 1:
+            summaries = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
+            assert len(summaries) == processes
+            summary = max(summaries, key=lambda one: one["peak_gib"])
+            summary["ranks"] = sorted(one["peak_gib"] for one in summaries)
+        else:
+            summary = json.loads(done.stdout)
         plan = json.loads(Path(folder, "run", "plan.json").read_text())
         keys = ("peak_gib", "tokens_per_second")
         return summary | {"intervals": {key: plan[f"{key}_interval"] for key in keys}}, ""
 
 
+def train_rank(folder: Path, settings: list[str]) -> None:
+    """Trains as one of the processes that torchrun started, and writes the summary with this process's memory."""
+    from preheat import load_recipe, train
+
+    summary = train(load_recipe("demo", settings), out=folder / "run", force=True)
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(summary))
+
+
 def build_row(name: str, settings: list[str], summary: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "settings": settings, "machine": summary.get("machine")}
+    if "ranks" in summary:
+        row["measured_of_each_process"] = [round(peak, 4) for peak in summary["ranks"]]
     for key, (low, high) in summary["intervals"].items():
         predicted, measured = summary["predicted"][key], summary[key]
         row[key] = {
@@ -255,24 +279,31 @@ def main() -> None:
         "--mixers", action="store_true", help="a recipe of each kind of token mixer, instead of the list"
     )
     parser.add_argument("--tiny", action="store_true", help="tiny models, dense and recurrent, instead of the list")
-    parser.add_argument("--only", default="", help="only recipes with this text in their names")
+    parser.add_argument("--methods", action="store_true", help="a recipe of each training method, instead of the list")
+    parser.add_argument("--only", nargs="*", help="only recipes with one of these texts in their names")
     parser.add_argument("--repeats", type=int, default=2, help="how often a run beside other work is repeated")
     parser.add_argument("--wait", type=float, default=120, help="seconds to wait for free cores before each run")
+    parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rank_in is not None:
+        train_rank(options.rank_in, options.set)
+        return
     configurations = tempfile.TemporaryDirectory()
     folder = Path(configurations.name)
     chosen = list_tiny(folder) if options.tiny else list_mixers(folder) if options.mixers else list_recipes()
+    cases = list_methods(folder) if options.methods else [Case(name, settings) for name, settings in chosen]
     if options.drawn:
         more = draw_settings(options.drawn, options.seed)
-        chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
+        cases = [Case(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
     rows: list[dict[str, Any]] = []
-    for name, settings in chosen:
-        if options.only not in name:
+    for name, settings, processes in cases:
+        if options.only and not any(text in name for text in options.only):
             continue
         summary, failure = None, ""
         for _ in range(options.repeats + 1):
             wait_until_quiet(options.wait)
-            summary, failure = run(settings)
+            summary, failure = run(settings, processes)
             if summary is None or (summary.get("machine") or {}).get("alone") is not False:
                 break
         if summary is None:

@@ -96,6 +96,14 @@ def plan_row(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tu
         return conflicts_of(chosen.techniques.values(), build_context(chosen, config, device))
 
     problems = list_problems(recipe)
+    attention = recipe.techniques.get("efficient_attention")
+    if problems and attention is not None:
+        # FlashAttention has windows, which torch's kernel of that name lacks.
+        other = replace(
+            recipe, techniques={**recipe.techniques, "efficient_attention": replace(attention, kernel="auto")}
+        )
+        if len(list_problems(other)) < len(problems):
+            recipe, problems = other, list_problems(other)
     for name in ("", *LESS):
         if name and (name not in recipe.techniques or not problems):
             continue

@@ -96,8 +96,9 @@ def build_model(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         128 * parse_integer(row, "tp") if parse_integer(row, "tp") > 1 else 1
     )  # rows of the vocabulary are split evenly
     vocabulary = -(-parse_integer(row, "vocab", VOCABULARY) // unit) * unit
-    name = re.sub(r"[^a-z0-9]", "", row["model"].lower())
-    known = [preset for preset in presets.PRESETS if name and re.sub(r"[^a-z0-9]", "", preset) == name]
+    # Presets of a family of one size are named without it: DeepSeek-V3-671B.
+    names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in (row["model"], re.sub(r"-\d+B$", "", row["model"]))]
+    known = [preset for preset in presets.PRESETS if re.sub(r"[^a-z0-9]", "", preset) in names]
     if parse_number(row, "hidden") is None or parse_number(row, "layers") is None:
         if known:
             return {"preset": known[0]}, {}

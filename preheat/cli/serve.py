@@ -82,13 +82,14 @@ def serve(
             f"--length {length}: transformers' server has no limit; leave it out, or use --engine llama.cpp"
         )
     source = at_checkpoint(Path(find_local_folder(run)), checkpoint)
-    model = _export(source, chosen, dtype, base)
-    recipe = _read_recipe(model if model.is_dir() else source, base)
+    recipe = _read_recipe(source, base)
+    _require_servable(recipe, source, chosen)
     positions = _count_positions(recipe)
     if positions and length is not None and length > positions:
         raise RecipeError(f"--length {length}: is longer than the model's {positions} positions; use fewer")
     if length is None:
         length = min(positions or _LENGTH, _LENGTH)
+    model = _export(source, chosen, dtype, base)
     name = source.resolve().name
     command = serving.build_command(
         chosen, model, name=name, host=host, port=port, length=length, trusted=remote_code.is_allowed()
@@ -216,19 +217,38 @@ def _read_stamp(out: Path) -> object:
 
 def _read_recipe(source: Path, base: str | None) -> Recipe:
     """Returns a recipe of the served model: of its run, of its folder, or of an adapter's base."""
-    from preheat import recipe as recipes
     from preheat.compress.atomic_folder import choose_home
+    from preheat.inference.load import read_recipe, require_model
     from preheat.recipe import Model, Recipe
-    from preheat.run.reader import Reader
 
+    require_model(source)
     home, _ = choose_home(source)
     if (home / "recipe.yaml").is_file():
-        return recipes.parse(Reader(home).recipe_text, where=str(home / "recipe.yaml"))
+        return read_recipe(home, base)
     if (source / "adapter_config.json").is_file():
         from preheat.ops.adapters.peft_io import read_folder
 
         return Recipe(model=Model(path=base or read_folder(source, "adapter").base))
     return Recipe(model=Model(path=str(source)))
+
+
+def _require_servable(recipe: Recipe, source: Path, engine: Engine) -> None:
+    """Raises RecipeError if the server would have to run code from the export's folder and does not."""
+    from preheat import remote_code
+    from preheat.compress.export.huggingface import needs_code
+    from preheat.errors import RecipeError
+
+    if engine == "llama.cpp" or not needs_code(recipe):
+        return
+    if engine == "transformers":
+        raise RecipeError(
+            f"--engine transformers: {source} needs the Python code of its class, which is no part of transformers, "
+            "and transformers' server runs no code from a folder; use preheat generate or preheat chat"
+        )
+    if not remote_code.is_allowed():
+        raise RecipeError(
+            f"--engine {engine}: {source} needs the Python code of its class; add --trust-remote-code if you trust it"
+        )
 
 
 def _count_positions(recipe: Recipe) -> int:

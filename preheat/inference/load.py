@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
-__all__ = ["LoadedModel", "load_draft_model", "load_model", "require_model"]
+__all__ = ["LoadedModel", "load_draft_model", "load_model", "read_recipe", "require_model"]
 
 
 @dataclass
@@ -159,13 +159,26 @@ def require_model(path: str | Path) -> None:
         )
 
 
+def read_recipe(path: Path, base: str | None = None) -> Recipe:
+    """Returns the recipe of a run for a single device, with the current folder of its base.
+
+    Args:
+        base: as in `load_model`.
+
+    Raises:
+        RecipeError, RunError: the base is not available, or is not the one of the run.
+    """
+    run = Reader(path)
+    # The weights of the base are compared with those that a checkpoint recorded, if there is one.
+    newest, _ = find(path / "checkpoints", run=run.id)
+    return _resolve_base(run, base, read_progress(newest) if newest else None)
+
+
 def _load_at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
-    # The weights of the base are compared with those that a checkpoint recorded, if there is one.
-    newest, _ = find(path / "checkpoints", run=run.id)
-    recipe = _set_device(_resolve_base(run, base, read_progress(newest) if newest else None), on)
+    recipe = _set_device(read_recipe(path, base), on)
     classes = tuple(run.data.classes or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)

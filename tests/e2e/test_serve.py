@@ -84,6 +84,41 @@ def test_an_adapter_is_served_by_its_base(preheat: Command, data_folder: Path) -
     assert served["predicted"]["cache_gib"] > 0
 
 
+RECIPE = """\
+model: {path: stories}
+data: {source: text.txt, validation: 0.2}
+batch: {size: 4, seq_len: 64}
+stop: {max_steps: 1}
+techniques: {lora: {}}
+"""
+
+
+def train(preheat: Command, data_folder: Path, name: str, *settings: str) -> None:
+    shutil.copytree(data_folder / "stories260K-hf", preheat.folder / "stories", dirs_exist_ok=True)
+    shutil.copy(data_folder / "text" / "tinyshakespeare.txt", preheat.folder / "text.txt")
+    (preheat.folder / "r.yaml").write_text(RECIPE)
+    preheat.here("train", "r.yaml", "--out", name, *(part for setting in settings for part in ("--set", setting)))
+
+
+def test_a_run_is_served_by_a_base_that_moved(preheat: Command, data_folder: Path) -> None:
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("xllamacpp is not installed")
+    train(preheat, data_folder, "tuned", f"model.path={preheat.folder / 'stories'}")
+    (preheat.folder / "stories").rename(preheat.folder / "elsewhere")
+    serve = ("serve", "tuned", "--engine", "llama.cpp", "--dry-run")
+    assert preheat.json(*serve, "--base", "elsewhere")["predicted"]["cache_gib"] > 0
+    error = preheat.here("serve", "tuned", "--engine", "transformers", "--dry-run", "--base", "tuned", code=2)[1]
+    assert "--base: tuned: not a model's folder (no config.json)" in error
+
+
+def test_a_model_with_a_class_of_its_own_is_refused_before_the_export(preheat: Command, data_folder: Path) -> None:
+    model = "model={family: gpt2, num_layers: 1, hidden_size: 32, num_heads: 2}"
+    train(preheat, data_folder, "normed", model, "techniques={rms_norm: {}}", "data.vocab_size=300")
+    error = preheat.here("serve", "normed", "--engine", "transformers", code=2)[1]
+    assert error.startswith("error: --engine transformers: normed needs the Python code of its class")
+    assert not (preheat.folder / "normed" / "serving").exists()
+
+
 def test_a_server_is_asked_without_the_proxy_and_may_end_within_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:

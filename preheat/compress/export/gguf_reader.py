@@ -17,6 +17,7 @@ import torch
 
 from preheat.compress.export import gguf_families, verify
 from preheat.compress.export.gguf_layout import join_tensors
+from preheat.compress.export.gguf_tokenizer import build_pre_tokenizer
 from preheat.compress.export.merged_model import Plain
 from preheat.errors import RunError
 from preheat.sanitize import shorten
@@ -39,7 +40,7 @@ def compare(plain: Plain, file: Path) -> tuple[verify.Difference, PreTrainedMode
         model, tokenizer = load(file)
     else:
         model, tokenizer = load_tensors(plain.model, file), load_tokenizer(file)
-    _complete_splitting(tokenizer, plain.tokenizer, file)
+    _complete_splitting(tokenizer, file)
     # First, because it takes no forward pass and names the token.
     _require_same_tokens(plain.tokenizer, tokenizer, file)
     return verify.compare(plain.reference_logits, verify.compute_logits(model, plain.rows), plain.rows), model
@@ -102,14 +103,15 @@ def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
 
 
-def _complete_splitting(loaded: PreTrainedTokenizerFast, wanted: PreTrainedTokenizerFast, file: Path) -> None:
-    """Takes the model's splitting into words, if transformers does not know the one that the file names."""
+def _complete_splitting(loaded: PreTrainedTokenizerFast, file: Path) -> None:
+    """Sets the splitting into words that the file names, in place, if transformers does not know the name."""
     from transformers.integrations.gguf import read_gguf_metadata
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     name = read_gguf_metadata(str(file))[0].get("tokenizer.ggml.pre", "default")
     if name not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", "default"):
-        loaded.backend_tokenizer.pre_tokenizer = wanted.backend_tokenizer.pre_tokenizer
+        # Not the model's own, with which a wrong name would not be noticed.
+        loaded.backend_tokenizer.pre_tokenizer = build_pre_tokenizer(name)
 
 
 def _build_config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:

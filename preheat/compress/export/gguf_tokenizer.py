@@ -18,11 +18,12 @@ from preheat.model_folder import beginning_tokens
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerFast
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["add_vocabulary", "assign_end_tokens", "compute_scores"]
+__all__ = ["add_vocabulary", "assign_end_tokens", "build_pre_tokenizer", "compute_scores"]
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -190,6 +191,23 @@ def _list_steps(step: JsonObject | None, inner: str) -> list[JsonObject]:
     if step is None:
         return []
     return [part for one in step[inner] for part in _list_steps(one, inner)] if step["type"] == "Sequence" else [step]
+
+
+def build_pre_tokenizer(name: str) -> PreTokenizer:
+    """Builds the pre-tokenizer that llama.cpp has under a name, of those that `add_vocabulary` writes.
+
+    Example:
+        >>> [word for word, _ in build_pre_tokenizer("smollm").pre_tokenize_str("a 12")]
+        ['a', 'Ġ', '1', '2']
+    """
+    from tokenizers import Regex, pre_tokenizers
+
+    patterns = next(patterns for (patterns, _), known in _PRE_TOKENIZERS.items() if known == name)
+    steps: list[PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns if pattern != _GPT2
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_GPT2 in patterns))
+    return pre_tokenizers.Sequence(steps)
 
 
 def _has_prefix_space(serialized: JsonObject) -> bool:

@@ -19,11 +19,12 @@ from preheat.core.export import FolderResult
 from preheat.data.tokenizer import describe_rebuild
 from preheat.errors import RunError
 from preheat.inference.load import load_model
+from preheat.model_folder import read_object
 from preheat.models.configs import is_remote_code
 from preheat.models.conversions.architecture import describe_unsupported_modules
 from preheat.models.conversions.modules import FeedForward, RMSNorm
 from preheat.models.hf import auto_class, head
-from preheat.models.moe import biases, has_bias
+from preheat.models.moe import biases
 from preheat.models.vision import copy_processor, draw_image
 from preheat.ops.adapters.peft_layers import merge, names_of
 from preheat.ops.classification_head import ClassHead, convert_to_sequence_classifier, pad_for
@@ -36,8 +37,9 @@ from preheat.run.reader import Reader
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from preheat.recipe import Recipe
 
-__all__ = ["write", "write_held"]
+__all__ = ["needs_code", "write", "write_held"]
 
 _UNROUNDED = (
     "the run was trained with rounded weights; the folder has them before rounding: preheat compress RUN writes "
@@ -166,7 +168,8 @@ def write_held(
     notes = [held_text.unfinished] if held_text.unfinished else []
     notes += [_NO_WINDOW] if Tag.SLIDING_WINDOW in opened.build.tags else []
     notes += [_UNROUNDED] if rounded else []
-    notes += [_NO_BIAS] if biases(model) and not has_bias(model.config) else []
+    # A bias that `expert_balancing` added is not saved; one of the family itself is.
+    notes += [_NO_BIAS] if biases(model).keys() - model.state_dict().keys() else []
     ends = set_end_tokens(model, opened)
     tokenizer = end_texts(opened.tokenizer) if classifies else ends.tokenizer
     notes += [] if classifies else ends.notes
@@ -238,6 +241,16 @@ def write_held(
             pipeline=pipeline,
         )
     return summary, held_text
+
+
+def needs_code(recipe: Recipe) -> bool:
+    """True if the folder of a recipe's model has the code of its class, since transformers has none of that kind."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if "rms_norm" in recipe.techniques:
+        return True
+    file = Path(recipe.model.path or "") / "config.json"
+    return file.is_file() and read_object(file, "configuration").get("model_type") not in CONFIG_MAPPING_NAMES
 
 
 def _is_rms_norm_gpt2(model: PreTrainedModel) -> bool:

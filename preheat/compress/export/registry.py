@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from preheat.compress.atomic_folder import choose_home
 from preheat.errors import RecipeError, RunError, suggest_nearest
-from preheat.run.reader import Reader
 from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
@@ -76,21 +75,16 @@ def choose_default_output(run: Path, to: str, dtype: str | None) -> Path:
     return home / ((f"export-{to}" if to in ("hf", "peft") else f"export-{to}-{kind}") + step)
 
 
-def _has_image_input(run: str | Path) -> bool:
+def _has_image_input(run: str | Path, base: str | None) -> bool:
     """Returns True if the model of a run or a folder reads images; an adapter's folder is checked by its writer."""
-    from preheat import recipe as recipes
+    from preheat.inference.load import read_recipe
     from preheat.models import configs, hf, text_part
     from preheat.models.vision import read_vision
 
     # From the configuration alone, because loading the model takes long.
     path = Path(run)
     if (path / "recipe.yaml").is_file():
-        return (
-            hf.read_facts(
-                hf.configure(recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml")), 1)
-            ).vision
-            is not None
-        )
+        return hf.read_facts(hf.configure(read_recipe(path, base), 1)).vision is not None
     if not (path / "config.json").is_file():
         return False
     config = configs.read(str(path), False)
@@ -127,7 +121,7 @@ def write(
     kind = _choose_dtype(to, dtype)
     if length is not None and to != "executorch":
         raise RecipeError(f"--length: is for executorch's KV cache; --to {to} has none")
-    if to != "hf" and _has_image_input(run):
+    if to != "hf" and _has_image_input(run, base):
         raise RunError(
             f"--to {to}: {run} reads images, which only --to hf supports so far; write that, and convert it by the "
             "format's own tools"

@@ -167,8 +167,29 @@ def test_llama_cpp_gives_the_same_probabilities_and_tokens(case: str, tokenizer:
     assert made.llama_cpp.max_logprob_difference < (0.03 if case in GELU else 2e-5)
     assert made.llama_cpp.mean_logprob_difference < (2e-3 if case in GELU else 2e-6)
     assert made.max_logit_difference < 1e-5 * made.largest_logit
+    # A bias of the family's own routers is saved, and was not added by training.
+    assert "balanced its experts" not in made.note
     # Greedy tokens: each is llama.cpp's likeliest after those before it.
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    prompt = tokenizer.encode("the quick brown fox")
+    ids = list(prompt)
+    for _ in range(8):
+        ids.append(int(compute_reference_logits(model, torch.tensor([ids]))[0, -1].argmax()))
+    request = {"context": 64, "threads": 1, "letter": tokenizer.encode("a")[-1], "top": 1, "texts": []}
+    prompts = [ids[:n] for n in range(len(prompt), len(ids))]
+    answer = llama_cpp._run(tmp_path / "out" / made.file, {**request, "prompts": prompts})
+    assert [logprobs[0][0] for logprobs in answer["logprobs"]] == ids[len(prompt) :]
+
+
+@with_llama_cpp
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_next", "qwen3_5_moe", "gpt_oss", "nemotron_h-experts", "lfm2"])
+def test_an_f16_file_generates_the_text_of_the_fp16_folder(case: str, tokenizer: Any, tmp_path: Path) -> None:
+    family, values = CASES[case]
+    # Weights in fp16, so that the file has them exactly; else rounding may send a token to other experts.
+    create_model(family, **values).half().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    made = gguf.write(tmp_path / "model", tmp_path / "out", dtype="f16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float16)
     prompt = tokenizer.encode("the quick brown fox")
     ids = list(prompt)
     for _ in range(8):
@@ -245,6 +266,22 @@ def test_llama_cpp_splits_text_alike(patterns: tuple[str, ...], ignores: bool, t
     sizes = {"vocab_size": len(tokenizer) + 2, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     source = write_folder(tmp_path / "model", tokenizer, "llama", **sizes)
     assert gguf.write(source, tmp_path / "out", dtype="f32").llama_cpp is not None
+
+
+def test_a_wrong_name_of_the_splitting_is_noticed_without_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {name: patterns for (patterns, _), name in gguf_tokenizer._PRE_TOKENIZERS.items()}
+    # Of the names that transformers does not know; smollm splits numbers into digits.
+    tokenizer = split_by_patterns(names["deepseek-v3"])
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    source = write_folder(tmp_path / "model", tokenizer, "llama", **sizes)
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+    assert "llama.cpp did not run the file" in gguf.write(source, tmp_path / "right", dtype="f32").note
+    monkeypatch.setattr(gguf_tokenizer, "_find_rule", lambda serialized: "smollm")
+    with pytest.raises(RunError, match=r"the file's tokenizer splits .* differently"):
+        gguf.write(source, tmp_path / "wrong", dtype="f32")
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
