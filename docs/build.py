@@ -1,6 +1,7 @@
 """Builds the site (`make docs`) from docs/pages, the registry, the recipe's schema and benchmarks/results."""
 
 import ast
+import collections.abc
 import dataclasses
 import inspect
 import json
@@ -9,15 +10,20 @@ import re
 import shutil
 import subprocess
 import sys
+import types
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from preheat.core import Technique, registry
+from preheat.core import Technique, plan, registry, run_records, slots, step_profile
+from preheat.core.json_types import INLINE, OMITTED
 from preheat.core.schema import Clean
 from preheat.models.presets import PRESETS, needs
 from preheat.recipe import Recipe, build_json_schema, field_docs
+from preheat.run import layout
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -275,6 +281,134 @@ def models_page() -> str:
     return "\n".join(lines)
 
 
+def run_folder_page() -> str:
+    """The files of a run folder, and the keys of their records."""
+    lines = [(DOCS / "pages" / "run_folder.md").read_text(encoding="utf-8"), "| file | content |", "|---|---|"]
+    files = run_files()
+    lines += [table_row(f"`{name}`", text) for name, text in files.items()]
+    known: dict[str, type] = {}
+    for module in (plan, slots, step_profile, layout, run_records):
+        known |= {name: cls for name, cls in vars(module).items() if dataclasses.is_dataclass(cls)}
+    waiting: list[type] = []
+    shown: set[type] = set()
+    for name, text in files.items():
+        roots = [known[word] for word in re.findall(r"`(?:[\w.]+\.)?(\w+)`", text) if word in known]
+        if run_records.Event in roots:
+            roots += sorted(run_records.Event.__subclasses__(), key=lambda event: event.__name__)
+        # A plan has a schema and a section of the Python reference.
+        roots = [cls for cls in roots if cls is not plan.Plan]
+        if roots:
+            lines += ["", f"## {name}", ""]
+        for cls in roots:
+            lines += record_table(cls)
+            shown.add(cls)
+            waiting += [inner for inner in inner_records(cls) if inner is not plan.Plan]
+    lines += ["", "## Parts of records", ""]
+    while waiting:
+        if (cls := waiting.pop(0)) not in shown:
+            shown.add(cls)
+            lines += record_table(cls)
+            waiting += inner_records(cls)
+    return "\n".join(lines)
+
+
+def run_files() -> dict[str, str]:
+    """File of a run folder -> its description, from the docstring of preheat/run/layout.py."""
+    files: dict[str, str] = {}
+    for block in inspect.cleandoc(layout.__doc__ or "").split("\n\n"):
+        if not re.match(r"\S+ {2,}\S", block):
+            continue
+        name = ""
+        for line in block.splitlines():
+            # `report.html, report.json` needs no description.
+            entry = re.fullmatch(r"(\S+(?:, \S+)*)(?: {2,}(.*))?", line)
+            if entry and not line.startswith(" "):
+                name = entry[1]
+                files[name] = entry[2] or "the report: a page, and its figures"
+            else:
+                files[name] += " " + line.strip()
+    return files
+
+
+def record_table(cls: type) -> list[str]:
+    """A heading, the description and the keys of a record."""
+    summary, _, _ = inspect.cleandoc(cls.__doc__ or "").partition("\n\nAttributes:")
+    hints = typing.get_type_hints(cls, include_extras=True)
+    texts = {**field_docs(cls), **attributes(cls)}
+    lines = [f"### {cls.__name__}", "", summary, "", "| key | type | |", "|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        marks = getattr(hints[field.name], "__metadata__", ())
+        text = texts.get(field.name, "")
+        if field.name == "kind" and not field.init:
+            text = f"`{field.default}`" if field.default else "one of the kinds below"
+        elif "MEMORY_KEYS" in text:
+            text = layout.MEMORY_KEYS[field.name]
+        # JSON has null in place of both.
+        text = re.sub(r"\b(None|NaN)\b", "null", text)
+        # Entries of such a field are keys of the record itself.
+        key = f"further keys ({field.name})" if INLINE in marks else f"`{field.name}`"
+        kind = type_text(hints[field.name])
+        lines.append(table_row(key, f"{kind}; may be missing" if OMITTED in marks else kind, text))
+    return [*lines, ""]
+
+
+def attributes(cls: type) -> dict[str, str]:
+    """Attribute -> its text in the docstrings of a record and the records that it extends."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        names: list[str] = []
+        for line in inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2].splitlines():
+            if entry := _ENTRY.fullmatch(line):
+                names = entry[1].split(", ")
+                texts |= dict.fromkeys(names, (entry[2] or "").strip())
+            elif line.startswith(" " * 8):
+                texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
+            else:
+                break
+    return texts
+
+
+_JSON_TYPES = {float: "number", int: "integer", str: "text", bool: "true or false", type(None): "null", Any: "any"}
+
+
+def type_text(hint: Any) -> str:
+    """A type as JSON: `Mapping[str, float]` is an object of numbers."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        # A key that is left out is never null.
+        kinds = [
+            kind for kind in typing.get_args(inner[0]) or inner[:1] if kind is not type(None) or OMITTED not in inner
+        ]
+        nullable = any(type(mark).__name__ == "_NullIsNaN" for mark in inner[1:])
+        base = inner[0] if typing.get_origin(inner[0]) not in (typing.Union, types.UnionType) else None
+        text = type_text(base) if base is not None else " or ".join(map(type_text, kinds))
+        return f"{text} or null" if nullable and "null" not in text else text
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(type_text, inner)))
+    if origin in (list, tuple, collections.abc.Sequence):
+        kinds = [kind for kind in inner if kind is not Ellipsis]
+        return "list of " + " and ".join(dict.fromkeys(map(type_text, kinds)))
+    if origin in (dict, collections.abc.Mapping):
+        return f"object of {type_text(inner[1])}"
+    if dataclasses.is_dataclass(hint):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    return "text" if isinstance(hint, type) and issubclass(hint, str) else _JSON_TYPES[hint]
+
+
+def inner_records(cls: type) -> list[type]:
+    """The records that the fields of a record hold."""
+
+    def walk(hint: Any) -> Iterator[type]:
+        # Marks of a type are dataclasses too, but no types.
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield hint
+        for inner in typing.get_args(hint):
+            yield from walk(inner)
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [inner for field in dataclasses.fields(cls) for inner in walk(hints[field.name])]
+
+
 def ablation_page() -> str:
     lines = [(DOCS / "pages" / "ablation.md").read_text(encoding="utf-8")]
     for bench in ablations():
@@ -327,6 +461,7 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
         "techniques/index.md": cheat_sheet(),
         "models.md": models_page(),
         "recipe.md": recipe_page(),
+        "run_folder.md": run_folder_page(),
         "ablation.md": ablation_page(),
         "evidence.md": evidence_page(),
         "recipe.schema.json": json.dumps(build_json_schema(), indent=1) + "\n",
@@ -338,6 +473,9 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
     site = yaml.safe_load((DOCS / "mkdocs.yml").read_text(encoding="utf-8"))
     section = next(entry["Techniques"] for entry in site["nav"] if "Techniques" in entry)
     section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in shipped())]
+    python = next(entry["mkdocstrings"] for entry in site["plugins"] if "mkdocstrings" in entry)["handlers"]["python"]
+    python["paths"] = [str(ROOT)]
+    python["options"]["extensions"] = [str(DOCS / "docstrings.py")]
     site |= {"docs_dir": str(sources), "site_dir": str(target)}
     (sources.parent / "mkdocs.yml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", sources.parent / "mkdocs.yml"]
