@@ -99,8 +99,7 @@ def load_chain(path: str | Path) -> Chain:
         known = {name: named.path for name, named in recipes.named_recipes().items() if named.is_chain}
         if str(path) not in known:
             raise RecipeError(
-                f"--recipe {path}: no such file, and no chain of that name; "
-                f"{suggest_nearest(str(path), list(known))}"
+                f"--recipe {path}: no such file, and no chain of that name; {suggest_nearest(str(path), list(known))}"
             )
         file = known[str(path)]
     values, lines = read(file, str(path))

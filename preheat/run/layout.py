@@ -20,6 +20,8 @@ tracking/         of each tracker, how much of the run it has, and its log (trac
 profile/          of `--profile`: profile.json (`core.step_profile.StepProfile`), trace.json.gz, profile.html; on a GPU
                   memory.pickle and out-of-memory.pickle, which preheat never reads
 report.html, report.json
+compressed-*/     models that `preheat compress` wrote, by method
+serving/          exports that `preheat serve` wrote, by format
 upload.writing/   links and copies of what is being uploaded (run/remote_copy.py)
 lock              held by the process that writes the run
 
