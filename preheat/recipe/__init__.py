@@ -207,7 +207,14 @@ def _assign(values: object, item: str) -> object:
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> Recipe:
-    """Loads a recipe from a YAML file, or by the name of a built-in or installed one; arguments as for `parse`.
+    """Loads a recipe from a YAML file, or by the name of a built-in or installed one.
+
+    Args:
+        overrides: settings that replace keys of the recipe, such as `batch.size=8`.
+        warn: log keys that the recipe states and nothing reads.
+
+    Raises:
+        RecipeError: no such file or recipe, or it is wrong; the message has the line, the key and the fix.
 
     Example:
         >>> load("demo", ["batch.size=8"]).batch.size
