@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11 or newer, git, make and a C++ compiler. They install the rest into .venv, once.
+# `make demo` and `make test` need Python 3.11 or newer, git and make; a C++ compiler makes CPUs faster. They install the rest into .venv, once.
 
 PYTHON ?= python3
 # What runs the targets. On a machine that brings its own torch: make gpu-check RUN=python3

@@ -84,7 +84,7 @@ class Chain:
 
 
 def load_chain(path: str | Path) -> Chain:
-    """Reads a chain from a YAML file, or a built-in one by name.
+    """Reads a chain from a YAML file, or by the name of a built-in or installed one.
 
     Raises:
         RecipeError: no such file; or all errors in it, including settings of the steps' techniques, one per line.
@@ -96,11 +96,10 @@ def load_chain(path: str | Path) -> Chain:
     """
     file = Path(path)
     if not file.is_file():
-        known = {name: built_in for name, built_in in recipes.built_in().items() if built_in.parent.name == "chains"}
+        known = {name: named.path for name, named in recipes.named_recipes().items() if named.is_chain}
         if str(path) not in known:
             raise RecipeError(
-                f"--recipe {path}: no such file, and no built-in chain of that name; "
-                f"{suggest_nearest(str(path), list(known))}"
+                f"--recipe {path}: no such file, and no chain of that name; {suggest_nearest(str(path), list(known))}"
             )
         file = known[str(path)]
     values, lines = read(file, str(path))

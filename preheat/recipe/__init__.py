@@ -37,6 +37,7 @@ from preheat.core.schema import (
 )
 from preheat.errors import RecipeError, suggest_nearest
 from preheat.recipe.consistency import check
+from preheat.recipe.named import NamedRecipe, built_in, named_recipes
 from preheat.recipe.unused_keys import find_unused_keys
 from preheat.recipe.validate import RecipeReader, build_json_schema
 from preheat.recipe.yaml_io import compose, read_text, write
@@ -55,6 +56,7 @@ __all__ = [
     "Hardware",
     "Long",
     "Model",
+    "NamedRecipe",
     "NonNegative",
     "Optimizer",
     "Parallel",
@@ -74,6 +76,7 @@ __all__ = [
     "field_docs",
     "build_json_schema",
     "load",
+    "named_recipes",
     "override",
     "parse",
     "read_file",
@@ -203,16 +206,15 @@ def _assign(values: object, item: str) -> object:
     return values
 
 
-def built_in() -> dict[str, Path]:
-    """Returns the files of the built-in recipes by name, including chains (`preheat compress RUN --recipe NAME`)."""
-    return {
-        file.stem: file
-        for file in sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"), key=lambda f: f.stem)
-    }
-
-
 def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> Recipe:
-    """Loads a recipe from a YAML file, or a built-in one by its name; arguments as for `parse`.
+    """Loads a recipe from a YAML file, or by the name of a built-in or installed one.
+
+    Args:
+        overrides: settings that replace keys of the recipe, such as `batch.size=8`.
+        warn: log keys that the recipe states and nothing reads.
+
+    Raises:
+        RecipeError: no such file or recipe, or it is wrong; the message has the line, the key and the fix.
 
     Example:
         >>> load("demo", ["batch.size=8"]).batch.size
@@ -241,19 +243,19 @@ def has_key(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
 
 
 def read_file(path: str | Path) -> tuple[str, str]:
-    """Returns the text of a recipe file or built-in recipe, and its name in errors."""
-    # A file takes precedence over a built-in recipe of the same name.
+    """Returns the text of a recipe by its file or name, and its name in errors."""
+    # A file takes precedence over a recipe of that name.
     file = Path(path)
     where = shorten(str(path), 200)
-    if not _is_there(file):  # a folder of the same name does not hide a built-in recipe
-        known = built_in()
+    if not _is_there(file):  # a folder of the same name does not hide a named recipe
+        known = named_recipes()
         if str(path) not in known and _is_there(file, folder=True):
             raise RecipeError(f"{where}: is a folder; name a recipe file")
         if str(path) not in known:
             raise RecipeError(
-                f"{where}: no such file, and no built-in recipe of that name; {suggest_nearest(str(path), list(known))}"
+                f"{where}: no such file, and no recipe of that name; {suggest_nearest(str(path), list(known))}"
             )
-        file = known[str(path)]
+        file = known[str(path)].path
     elif file.suffix.lower() in _DATA:
         raise RecipeError(
             f"{where}: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: {where}"

@@ -23,6 +23,8 @@ profile/          of `--profile`: profile.json (`core.step_profile.StepProfile`)
                   memory.pickle and out-of-memory.pickle, which preheat never reads
 report.html, report.json
 labels.json       name, note and tags that the user gave the run in the dashboard (web/labels.py)
+compressed-*/     models that `preheat compress` wrote, by method
+serving/          exports that `preheat serve` wrote, by format
 upload.writing/   links and copies of what is being uploaded (run/remote_copy.py)
 lock              held by the process that writes the run
 

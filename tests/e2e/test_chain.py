@@ -62,7 +62,7 @@ def test_what_cannot_be_done_is_refused_before_the_first_step(preheat: Command) 
         "clash.yaml": "clash.yaml:3: chain.1: techniques.lion: owns the slot 'optimizer', which mixed_precision owns already",
         "key.yaml": "key.yaml:3: chain.1: settings: unknown key 'optimizer.lrr'; did you mean 'lr'?",
         "first.yaml": "first.yaml:1: chain.0: techniques.distillation: teacher: gone has no config.json",
-        "edgy": "no built-in chain of that name; did you mean 'edge'?",
+        "edgy": "no chain of that name; did you mean 'edge'?",
         "r.yaml": "is not a chain",
     }.items():
         _, error = preheat.here("compress", "runs/small", "--recipe", file, "--out", "x", code=2)

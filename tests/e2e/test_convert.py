@@ -81,7 +81,7 @@ def test_what_a_file_cannot_say_is_refused_or_listed(preheat: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing.yaml", "--to", "trl"), "nothing.yaml: no such file, and no built-in recipe of that name"),
+        (("nothing.yaml", "--to", "trl"), "nothing.yaml: no such file, and no recipe of that name"),
         (("mine.yaml", "--to", "trll"), "Invalid value for '--to': 'trll' is not one of "),
         (("mine.yaml", "--to", "llamafactory"), "--out: LLaMA-Factory needs dataset_info.json beside its file"),
         (

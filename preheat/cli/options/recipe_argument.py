@@ -127,8 +127,8 @@ def refuse_model(what: str, command: str) -> None:
     from preheat.models.hub_config import is_hub_name
     from preheat.sanitize import shorten
 
-    # A built-in recipe takes precedence over a model of the same name.
-    if what in recipes.built_in() or not _may_be_model(what):
+    # A named recipe takes precedence: only `preheat plan` takes models.
+    if what in recipes.named_recipes() or not _may_be_model(what):
         return
     shown = shlex.quote(shorten(what, 200))
     if _is_model(what):

@@ -203,7 +203,13 @@ def _is_recipe(what: str) -> bool:
             return file.name != "config.json"
     except (OSError, ValueError):
         raise RecipeError(f"{shorten(what)}: is not a file name (it is too long, or holds a NUL character)") from None
-    return what in recipes.built_in() or file.suffix in (".yaml", ".yml")
+    named = recipes.named_recipes().get(what)
+    if named is not None and named.package and what in presets.PRESETS:
+        raise RecipeError(
+            f"{what}: is a model, and a recipe of the package {named.package}; name the file: {named.path}, or the "
+            f"model by its checkpoint: {presets.PRESETS[what].hub}"
+        )
+    return named is not None or file.suffix in (".yaml", ".yml")
 
 
 def _find_model(what: str | None) -> tuple[JsonObject, int | None, str | None]:

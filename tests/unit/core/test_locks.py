@@ -107,6 +107,11 @@ def test_every_import_of_a_module_is_in_the_running_lock() -> None:
     }
 
 
+def test_the_requirements_name_the_running_lock_and_this_clone() -> None:
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith("#")] == ["--requirement requirements.lock", "--editable ."]
+
+
 def test_make_demo_installs_the_running_lock_alone() -> None:
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "demo: .venv/installed\n" in rules

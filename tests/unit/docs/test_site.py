@@ -1,6 +1,7 @@
 """The site as it is built: guides first, nothing from the network, a search that works from a folder."""
 
 import ast
+import doctest
 import html
 import importlib.util
 import inspect
@@ -13,6 +14,9 @@ from types import ModuleType
 
 import pytest
 import yaml
+
+import preheat
+from preheat import errors, integrations
 
 ROOT = Path(__file__).parents[3]
 
@@ -131,3 +135,38 @@ def test_guides_come_first_and_the_home_page_names_every_page() -> None:
     ]
     assert len(listed) >= 14
     assert not [page for page in listed if f"({page})" not in home]
+
+
+def test_the_python_reference_has_every_public_name(site: Path) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    shown = {heading.rpartition(".")[2] for heading in re.findall(r'<h3 id="([\w.]+)" class="doc doc-heading"', page)}
+    names = {*preheat.__all__, *integrations.__all__, "ZeROAdamW", "EfficientAttention", "integration_example"}
+    assert names - shown == set()
+    assert {name for name in errors.__all__ if name != "suggest_nearest"} - shown == set()
+    # Examples are code, and what a function returns is not split at its colons.
+    text = html.unescape(re.sub(r"<[^>]*>", "", page))
+    assert ">>> layer = EfficientAttention(16, 4, dropout=0.0, causal=True, memory_efficient=True)" in text
+    assert (
+        "{run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}"
+        in " ".join(text.split())
+    )
+
+
+def test_the_stored_cheat_sheet_is_of_these_techniques() -> None:
+    build = builder()
+    assert build.STORED_CHEAT_SHEET.read_text(encoding="utf-8") == build.stored_cheat_sheet(), "run: make docs"
+    targets = re.findall(r"\]\((\.\./preheat/techniques/\w+\.py)\)", build.stored_cheat_sheet())
+    assert len(targets) == len(build.shipped())
+    assert all((ROOT / "docs" / target).is_file() for target in targets)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [path for path in sorted((ROOT / "docs/pages").glob("*.md")) if ">>> " in path.read_text()],
+    ids=lambda path: path.stem,
+)
+def test_examples_of_pages(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert done.attempted > 0
+    assert done.failed == 0
