@@ -19,7 +19,7 @@ from pathlib import Path
 
 from preheat.cache_folder import cache_folder, create_own_folder, is_private
 from preheat.errors import RunError
-from preheat.hardware.child_processes import tie_to_parent
+from preheat.hardware.child_processes import describe_exit, tie_to_parent
 
 __all__ = [
     "NO_COMPILER",
@@ -193,7 +193,7 @@ def compile_probe(compiler: str) -> str:
         source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n", encoding="utf-8")
         command = [compiler, *_FLAGS, *_VECTOR, str(source), "-o", str(source.with_suffix(".so"))]
         done = subprocess.run(tie_to_parent(command), capture_output=True, text=True, errors="replace", check=False)
-        return _find_compiler_error(done.stderr) if done.returncode else ""
+        return _find_compiler_error(done.stderr) or describe_exit(done.returncode) if done.returncode else ""
 
 
 def _find_compiler_error(output: str) -> str:

@@ -118,17 +118,31 @@ def check_compiler() -> list[Finding]:
     )
     compiler = find_compiler()
     if compiler is None:
-        return [Finding("compiler", Severity.SLOWS, NO_COMPILER.partition(";")[0], cost, _install_compiler())]
+        return [
+            Finding(
+                "compiler",
+                Severity.SLOWS,
+                NO_COMPILER.partition(";")[0],
+                cost,
+                Fix(FixKind.MANUAL, _find_install_command()),
+            )
+        ]
     try:
         why = compile_probe(compiler)
     except OSError as error:  # the temporary folder: `storage` reports it too
         why = f"its temporary files cannot be written ({error.strerror})"
     if why:
-        return [Finding("compiler", Severity.SLOWS, f"{compiler} does not work: {why}", cost, _install_compiler())]
+        fix = Fix(
+            FixKind.MANUAL,
+            f"export CXX=ANOTHER_COMPILER  # or, if no finding names the disk: {_find_install_command()}",
+        )
+        message = f"{compiler} does not work: {shorten(why, 200)}"
+        return [Finding("compiler", Severity.SLOWS, message, cost, fix)]
     return [Finding("compiler", Severity.OK, f"{compiler} builds the C++ kernels")]
 
 
-def _install_compiler() -> Fix:
+def _find_install_command() -> str:
+    """Returns the command that installs a compiler with the package manager that is here."""
     for manager, command in (
         ("apt-get", "sudo apt-get install g++"),
         ("dnf", "sudo dnf install gcc-c++"),
@@ -136,5 +150,5 @@ def _install_compiler() -> Fix:
         ("brew", "brew install llvm libomp"),
     ):
         if shutil.which(manager):
-            return Fix(FixKind.MANUAL, command)
-    return Fix(FixKind.MANUAL, "export CXX=PATH_OF_A_COMPILER  # after g++ or clang++ is installed")
+            return command
+    return "export CXX=PATH_OF_A_COMPILER  # after g++ or clang++ is installed"

@@ -226,15 +226,25 @@ def check_package(distribution: str) -> list[Finding]:
         distribution: of a `KernelPackage`.
     """
     package = _BY_NAME[distribution]
-    try:
-        importlib.import_module(package.module)
-    # OSError: a shared library is missing. AttributeError and RuntimeError: it expects another torch.
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+    if (error := _import(package.module)) is not None:
+        if _import("torch") is not None:
+            message = f"{distribution} {_find_version(distribution)} is not checked, since torch cannot be imported"
+            return [Finding("kernels", Severity.NOTE, message)]
         reason = shorten(f"{type(error).__name__}: {error}", 200)
         fix = install(package.distribution, options=f"--force-reinstall --no-deps {package.options}".strip())
         message = f"{distribution} {_find_version(distribution)} is installed and cannot be imported ({reason})"
         return [Finding("kernels", Severity.RISKS, message, "a run that uses it stops", fix)]
     return [Finding("kernels", Severity.OK, f"{distribution} {_find_version(distribution)}")]
+
+
+def _import(module: str) -> Exception | None:
+    """Imports a module; returns the error if that fails."""
+    try:
+        importlib.import_module(module)
+    # OSError: a shared library is missing. AttributeError and RuntimeError: it expects another torch.
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        return error
+    return None
 
 
 _BY_NAME: Mapping[str, KernelPackage] = {package.distribution: package for package in KERNEL_PACKAGES}

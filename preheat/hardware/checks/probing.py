@@ -6,6 +6,7 @@ no check runs in the process of the command.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from preheat.sanitize import shorten
 __all__ = ["Probe", "run_probes"]
 
 _MOST_PROCESSES = 4  # at once; each may import torch, which takes a core for seconds
+_LAST_WAIT = 2.0  # seconds for a killed child to end
 _CHILD = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from preheat.hardware.checks.probing import _run_child; _run_child()"
@@ -92,6 +94,9 @@ def _run(probe: Probe, running: set[subprocess.Popen[bytes]]) -> list[Finding]:
         return [_describe_failure(probe, f"took longer than {probe.seconds:g} s")]
     finally:
         _kill(child)
+        # Not without a limit: a process that a broken driver blocks does not end when it is killed.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=_LAST_WAIT)
         running.discard(child)
     if child.returncode:
         lines = errors.decode(errors="replace").strip().splitlines()

@@ -33,6 +33,7 @@ class Folder:
         room: bytes that ordinary use takes.
         room_for: that use.
         failure: severity if it cannot be written.
+        must_exist: nothing creates it.
     """
 
     part: str
@@ -43,6 +44,7 @@ class Folder:
     room: int
     room_for: str
     failure: Severity = Severity.STOPS
+    must_exist: bool = False
 
 
 def check_folders() -> list[Finding]:
@@ -81,6 +83,7 @@ def _list_folders() -> list[Folder]:
             "compilers and torch.compile fail",
             512 << 20,
             "compiled code",
+            must_exist=True,
         ),
         Folder(
             "disk",
@@ -105,9 +108,13 @@ def _find_temporary_folder() -> Path:
 
 def check_folder(folder: Folder) -> list[Finding]:
     """Writes a sample into a folder, or into the nearest one above it that exists, and reads the free space."""
-    there = next((path for path in (folder.path, *folder.path.parents) if path.exists()), folder.path)
+    # Not `Path.exists`, which raises an error below a folder that this user may not enter.
+    there = next((path for path in (folder.path, *folder.path.parents) if os.path.exists(path)), folder.path)
     label = f"{folder.label}, {folder.path},"
-    if not there.is_dir():
+    if folder.must_exist and not os.path.exists(folder.path):
+        fix = Fix(FixKind.SAFE, f"mkdir -p {shlex.quote(str(folder.path))}")
+        return [Finding(folder.part, Severity.RISKS, f"{label} does not exist", folder.cost, fix)]
+    if not os.path.isdir(there):
         fix = Fix(FixKind.MANUAL, folder.elsewhere)
         return [Finding(folder.part, folder.failure, f"{label} is no folder", folder.cost, fix)]
     try:
@@ -130,7 +137,7 @@ def check_folder(folder: Folder) -> list[Finding]:
 def _mend(folder: Folder, there: Path, error: OSError) -> Fix:
     """Returns the fix for a folder that cannot be written."""
     # Only the owner may change a folder's mode; and only preheat's own is ours to change.
-    own = sys.platform != "win32" and there.stat().st_uid == os.getuid()
+    own = sys.platform != "win32" and there.stat().st_uid == os.geteuid()
     if error.errno == errno.EACCES and own and there == folder.path and folder.part == "cache":
         return Fix(FixKind.SAFE, f"chmod u+rwx {shlex.quote(str(there))}")
     if error.errno == errno.ENOSPC:
@@ -148,7 +155,7 @@ def check_native_folder() -> list[Finding]:
     if sys.platform == "win32" or is_private(facts):
         return []
     cost = "nothing in it is loaded: each process compiles the kernels again"
-    own = facts.st_uid == os.getuid()
+    own = facts.st_uid == os.geteuid()
     return [
         Finding(
             "cache",

@@ -18,6 +18,10 @@ __all__ = ["TorchCard", "TorchFacts", "check_torch", "describe_calibration", "de
 _OLDEST = (2, 11)  # pyproject.toml
 _BF16, _FP8 = (8, 0), (8, 9)  # lowest compute capabilities
 
+_SMALL = {"DEFAULT": 0, "AVX2": 1}
+"""Instruction sets without bf16, in their order."""
+_CAPABILITY = "ATEN_CPU_CAPABILITY"
+
 
 @dataclass(frozen=True)
 class TorchCard:
@@ -40,7 +44,7 @@ class TorchFacts:
         nccl: its release; "" without.
         unlinked: pairs of devices that cannot read each other's memory.
         cpu: instruction set of its CPU kernels: DEFAULT, AVX2, AVX512, ...
-        cpu_limited: the CPU has AVX512, and the environment limits torch to less.
+        cpu_best: the largest one that the CPU has, if it is larger: the environment limits torch.
     """
 
     version: str
@@ -53,7 +57,7 @@ class TorchFacts:
     nccl: str = ""
     unlinked: tuple[tuple[int, int], ...] = ()
     cpu: str = ""
-    cpu_limited: bool = False
+    cpu_best: str = ""
 
 
 def check_torch() -> list[Finding]:
@@ -86,11 +90,13 @@ def read_torch() -> TorchFacts:
     from preheat.hardware.cuda_driver import has_cuda, why_no_cuda
 
     cpu = torch.backends.cpu.get_cpu_capability()
-    limited = cpu in ("DEFAULT", "AVX2") and " avx512f " in f" {read_cpu_flags()} "
+    flags = read_cpu_flags().split()
+    best = "AVX512" if "avx512f" in flags else "AVX2" if "avx2" in flags else ""
+    best = best if _SMALL.get(cpu, 2) < _SMALL.get(best, 2 if best else 0) else ""
     about = {"version": str(torch.__version__), "folder": os.path.dirname(torch.__file__), "cuda": torch.version.cuda}
     if not has_cuda():
         reason, expected = why_no_cuda()
-        return TorchFacts(**about, why_no_cuda=reason, gpu_expected=expected, cpu=cpu, cpu_limited=limited)
+        return TorchFacts(**about, why_no_cuda=reason, gpu_expected=expected, cpu=cpu, cpu_best=best)
     count = torch.cuda.device_count()
     cards = [torch.cuda.get_device_properties(index) for index in range(count)]
     pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
@@ -102,7 +108,7 @@ def read_torch() -> TorchFacts:
         nccl=".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
         unlinked=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
         cpu=cpu,
-        cpu_limited=limited,
+        cpu_best=best,
     )
 
 
@@ -193,12 +199,13 @@ def _describe_cpu(facts: TorchFacts, environment: Mapping[str, str]) -> list[Fin
         "matmuls in bf16 run at 0.3 to 8 GFLOP/s where fp32 has 70 to 175, so train in fp32 (the demo: 5,963 tokens/s; "
         "12,725 in bf16 with AVX512)"
     )
-    if facts.cpu_limited:
-        name = next((name for name in ("ATEN_CPU_CAPABILITY",) if environment.get(name)), "")
-        fix = Fix(FixKind.MANUAL, f"unset {name}") if name else None
-        message = f"the CPU has AVX512, and torch uses {facts.cpu}" + (f" ({name}={environment[name]})" if name else "")
+    if facts.cpu_best:
+        setting = environment.get(_CAPABILITY)
+        fix = Fix(FixKind.MANUAL, f"unset {_CAPABILITY}") if setting else None
+        message = f"the CPU has {facts.cpu_best}, and torch uses {facts.cpu}"
+        message += f" ({_CAPABILITY}={setting})" if setting else ""
         return [Finding("dtypes", Severity.SLOWS, message, cost, fix)]
-    if facts.cpu in ("DEFAULT", "AVX2"):
+    if facts.cpu in _SMALL:
         return [Finding("dtypes", Severity.NOTE, f"the CPU has no AVX512 (torch uses {facts.cpu})", cost)]
     return [Finding("dtypes", Severity.OK, f"CPU kernels for {facts.cpu}; bf16 is the fastest dtype")]
 
@@ -211,7 +218,7 @@ def describe_calibration(rates: Rates | None, name: str, threads: int) -> list[F
     """
     from preheat.hardware.plausibility import doubt_of
 
-    calibrate, label = Fix(FixKind.SAFE, "preheat calibrate"), f"{threads} thread{'s' if threads > 1 else ''}"
+    calibrate, label = Fix(FixKind.MANUAL, "preheat calibrate"), f"{threads} thread{'s' if threads > 1 else ''}"
     if rates is None:
         cost = "the first plan or run measures it, for 15 to 60 s"
         return [Finding("rates", Severity.NOTE, f"{name} is not calibrated with {label}", cost, calibrate)]
