@@ -125,8 +125,12 @@ def _run_probes(probes: Sequence[Probe], *, quiet: bool) -> list[Finding]:
 
 
 def _list_commands(findings: Sequence[Finding]) -> dict[str, FixKind]:
-    """Returns the commands that preheat can run, each once: those without an installation first."""
-    fixes = [finding.fix for finding in findings if finding.fix is not None and finding.fix.kind is not FixKind.MANUAL]
+    """Returns the commands that preheat can run, each once: those without an installation first.
+
+    Not those of notes: nobody needs what they propose.
+    """
+    serious = [finding.fix for finding in findings if finding.severity is not Severity.NOTE]
+    fixes = [fix for fix in serious if fix is not None and fix.kind is not FixKind.MANUAL]
     return {fix.command: fix.kind for fix in sorted(fixes, key=lambda fix: fix.kind is FixKind.INSTALL)}
 
 
