@@ -71,7 +71,7 @@ def check_torch() -> list[Finding]:
         return [Finding("torch", Severity.STOPS, f"torch cannot be imported ({reason})", fix=fix)]
     findings = describe_torch(read_torch(), os.environ)
     from preheat.hardware.probe import probe
-    from preheat.hardware.rates import calibration_path, load
+    from preheat.hardware.rates import calibration_path, describe_unusable_rates, load
 
     device, threads = probe(), torch.get_num_threads()
     try:
@@ -79,7 +79,8 @@ def check_torch() -> list[Finding]:
     except RecipeError as error:  # measured on another machine
         fix = Fix(FixKind.SAFE, f"rm {shlex.quote(str(calibration_path(device.name, torch.__version__, threads)))}")
         return [*findings, Finding("rates", Severity.STOPS, str(error), fix=fix)]
-    return [*findings, *describe_calibration(rates, device.name, threads)]
+    other = describe_unusable_rates(device.name, torch.__version__, threads, device.driver) if rates is None else ""
+    return [*findings, *describe_calibration(rates, device.name, threads, other)]
 
 
 def read_torch() -> TorchFacts:
@@ -210,18 +211,20 @@ def _describe_cpu(facts: TorchFacts, environment: Mapping[str, str]) -> list[Fin
     return [Finding("dtypes", Severity.OK, f"CPU kernels for {facts.cpu}; bf16 is the fastest dtype")]
 
 
-def describe_calibration(rates: Rates | None, name: str, threads: int) -> list[Finding]:
+def describe_calibration(rates: Rates | None, name: str, threads: int, other: str = "") -> list[Finding]:
     """Returns the findings about the stored rates of this machine.
 
     Args:
         rates: None if it was not measured with this torch, driver and number of threads.
+        other: how rates that are stored differ (`describe_unusable_rates`).
     """
     from preheat.hardware.plausibility import doubt_of
 
     calibrate, label = Fix(FixKind.MANUAL, "preheat calibrate"), f"{threads} thread{'s' if threads > 1 else ''}"
     if rates is None:
         cost = "the first plan or run measures it, for 15 to 60 s"
-        return [Finding("rates", Severity.NOTE, f"{name} is not calibrated with {label}", cost, calibrate)]
+        message = other or f"{name} is not calibrated with {label}"
+        return [Finding("rates", Severity.NOTE, message, cost, calibrate)]
     if doubt := doubt_of(rates):
         return [Finding("rates", Severity.RISKS, doubt, fix=calibrate)]
     if rates.contended:
