@@ -9,7 +9,7 @@ __all__ = ["AppliedFix", "Diagnosis", "Finding", "Fix", "FixKind", "Severity"]
 
 
 class Severity(StrEnum):
-    """How much a finding matters, the worst first."""
+    """The weight of a finding, the worst first."""
 
     STOPS = "stops"
     """A run would stop, or would not get the GPU that is here."""
@@ -23,7 +23,7 @@ class Severity(StrEnum):
 
 
 class FixKind(StrEnum):
-    """Who may run a fix."""
+    """The person or program that may run a fix."""
 
     SAFE = "safe"
     """Changes only files that preheat owns and can write again."""
