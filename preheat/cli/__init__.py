@@ -112,7 +112,7 @@ app.add_typer(techniques.app, name="techniques")
 app.command("try", cls=unused.Command)(try_.try_)
 app.command("convert")(add_trust_option(convert.convert))
 app.command("launch")(add_trust_option(launch.launch))
-app.add_typer(doctor.app, name="doctor")
+app.command("doctor", cls=unused.Command)(add_trust_option(doctor.doctor))
 app.command("calibrate")(calibrate.calibrate)
 app.command("nettest", cls=unused.Command)(nettest.nettest)
 

@@ -13,7 +13,7 @@ from preheat.core.example_kind import ExampleKind
 from preheat.core.field_types import Numerics
 from preheat.core.mesh import DATA, Axis, Mesh, sizes_of
 from preheat.core.phases import STEP, Phase
-from preheat.core.problems import Problem, ProblemCode, TechniqueError
+from preheat.core.problems import MissingPackage, Problem, ProblemCode, TechniqueError
 from preheat.core.registry import (
     conflicts_of,
     incompatibilities,
@@ -62,6 +62,7 @@ __all__ = [
     "Numerics",
     "Order",
     "Phase",
+    "MissingPackage",
     "Problem",
     "ProblemCode",
     "Recipe",

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from preheat.errors import RecipeError
 
-__all__ = ["Problem", "ProblemCode", "TechniqueError"]
+__all__ = ["MissingPackage", "Problem", "ProblemCode", "TechniqueError"]
 
 
 class ProblemCode(StrEnum):
@@ -30,6 +30,25 @@ class ProblemCode(StrEnum):
     """The parallel degrees do not multiply to the number of devices. Not specific to a technique."""
 
 
+class MissingPackage(str):
+    """A reason of `Technique.check`: a package is not installed.
+
+    Attributes:
+        install: the command that installs it.
+
+    Example:
+        >>> MissingPackage("needs torchao, which is not installed", "pip install torchao")
+        'needs torchao, which is not installed: pip install torchao'
+    """
+
+    install: str
+
+    def __new__(cls, text: str, install: str) -> MissingPackage:
+        reason = super().__new__(cls, f"{text}: {install}")
+        reason.install = install
+        return reason
+
+
 @dataclass(frozen=True)
 class Problem:
     """Why one technique cannot be used here.
@@ -39,6 +58,7 @@ class Problem:
         code: the kind, for code that has to decide.
         text: the reason, for people. Nothing compares or parses it.
         selected_by: key and value of the recipe that select it, if that is not `techniques.NAME`.
+        install: command that installs a missing package; "" if the problem is another one.
 
     >>> str(Problem("nf4", ProblemCode.MISSING_TAG, "needs frozen-base"))
     'nf4: needs frozen-base'
@@ -48,6 +68,7 @@ class Problem:
     code: ProblemCode
     text: str
     selected_by: str = ""
+    install: str = ""
 
     def __str__(self) -> str:
         return f"{self.technique}: {self.text}" if self.technique else self.text

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 
 from preheat import plugins
-from preheat.core.problems import Problem, ProblemCode
+from preheat.core.problems import MissingPackage, Problem, ProblemCode
 from preheat.core.slots import Slot
 from preheat.core.tags import Tag
 from preheat.core.technique import _REGISTRY, Context, Searchable, Technique
@@ -143,7 +143,16 @@ def problems_of(t: Technique, context: Context) -> list[Problem]:
         reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(
             context
         )
-    return [Problem(t.name(), ProblemCode.UNSUPPORTED, reason, t.selected_by) for reason in reasons]
+    return [
+        Problem(
+            t.name(),
+            ProblemCode.UNSUPPORTED,
+            reason,
+            t.selected_by,
+            reason.install if isinstance(reason, MissingPackage) else "",
+        )
+        for reason in reasons
+    ]
 
 
 def single_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:

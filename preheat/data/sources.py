@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Source", "compute_digest", "hash_files", "open_source"]
+__all__ = ["Source", "compute_digest", "hash_files", "open_source", "require_sources"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
@@ -162,6 +162,25 @@ def open_source(
         weight,
         raw.left,
     )
+
+
+def require_sources(data: Data) -> None:
+    """Checks that the sources of a recipe's data are here, or can be looked up; reads and downloads nothing.
+
+    Raises:
+        DataError: a file or folder does not exist, or a name cannot be looked up.
+    """
+    listed = [data.source] if isinstance(data.source, str) else data.source
+    for item in (*listed, *([data.validation] if isinstance(data.validation, str) else [])):
+        name = str(item["source"] if isinstance(item, Mapping) else item)
+        knob = "data.validation" if item is data.validation else "data.source"
+        if name in BUILT_IN or is_url(name):
+            continue
+        if _is_path(knob, name):
+            if not (path := expand_path(knob, name)).exists():
+                raise describe_missing_path(knob, path)
+        else:
+            _require_dataset_name(knob, name)
 
 
 def _detect_layout(
@@ -438,9 +457,8 @@ def _is_format(name: str) -> bool:
     return name in known
 
 
-def _load_dataset(knob: str, name: str, data: Data) -> _Raw:
-    import datasets
-
+def _require_dataset_name(knob: str, name: str) -> str:
+    """Raises DataError for a name that cannot be looked up; returns the closest built-in one, for other messages."""
     if _is_format(name):  # `datasets` would read the working directory
         raise DataError(
             f"{knob} {name}: no such file or folder here, and {name} is a format, not a dataset; name a file or a "
@@ -454,6 +472,13 @@ def _load_dataset(knob: str, name: str, data: Data) -> _Raw:
             "name a file, or a folder written by datasets.save_to_disk (HF_HUB_OFFLINE=1 reads what was "
             "downloaded before)"
         )
+    return hint
+
+
+def _load_dataset(knob: str, name: str, data: Data) -> _Raw:
+    import datasets
+
+    hint = _require_dataset_name(knob, name)
     try:
         dataset = datasets.load_dataset(name, data.subset, split=data.split, streaming=data.streaming)
     except (OSError, ValueError) as error:  # not there, no access, no network, no such subset or split

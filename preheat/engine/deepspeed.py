@@ -18,7 +18,20 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from preheat.core import Axis, Batch, Build, Change, Context, LossSum, Numerics, Slot, Stage, Tag, Technique
+from preheat.core import (
+    Axis,
+    Batch,
+    Build,
+    Change,
+    Context,
+    LossSum,
+    MissingPackage,
+    Numerics,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+)
 from preheat.engine.step import add_up, forward, transform
 from preheat.errors import RunError
 
@@ -104,11 +117,12 @@ class DeepSpeed(Technique):
         return {Axis.REPLICATE: 0}
 
     def check(self, context: Context) -> list[str]:
-        problems = []
+        problems: list[str] = []
         # A plan of another device needs neither the package nor a rate.
         here = context.device.at_hand
         if here and importlib.util.find_spec("deepspeed") is None:
-            problems.append("is not installed: pip install 'preheat[deepspeed]', or use engine: native")
+            text = "is not installed; use engine: native, or install it"
+            problems.append(MissingPackage(text, "pip install 'preheat[deepspeed]'"))
         if context.sizes[Axis.REPLICATE] < 2:
             problems.append("splits the batch across devices, and there is one; start several with --nproc")
         if context.recipe.checkpoint.every:

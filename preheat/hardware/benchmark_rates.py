@@ -40,6 +40,7 @@ from preheat.hardware.rates import (
     MovedRate,
     Rates,
     calibration_path,
+    describe_unusable_rates,
     load,
     parse,
 )
@@ -634,6 +635,8 @@ def rates(
     import torch
 
     stored = load(device.name, torch.__version__, threads, device.driver)
+    if stored is None and measure:
+        _warn_of_unusable(device, threads)
     if stored is not None and stored.partial:
         stored = None
     # With a progress callback, the caller shows what takes the time.
@@ -685,6 +688,8 @@ def rates_for(
     import torch
 
     stored = load(device.name, torch.__version__, threads, device.driver)
+    if stored is None:
+        _warn_of_unusable(device, threads)
     if stored is not None and stored.contended:
         stored = None
     if stored is None:
@@ -696,6 +701,13 @@ def rates_for(
     if not lacking:
         return stored, False
     return _measure_in_process(device, threads, progress, lambda: lacking, partial=True, known=stored), True
+
+
+def _warn_of_unusable(device: Device, threads: int) -> None:
+    import torch
+
+    if reason := describe_unusable_rates(device.name, torch.__version__, threads, device.driver):
+        _log.warning("%s: it is measured again", reason)
 
 
 _LEAST_ROOM = 2 << 30

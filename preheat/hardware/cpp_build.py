@@ -19,15 +19,17 @@ from pathlib import Path
 
 from preheat.cache_folder import cache_folder, create_own_folder, is_private
 from preheat.errors import RunError
-from preheat.hardware.child_processes import tie_to_parent
+from preheat.hardware.child_processes import describe_exit, tie_to_parent
 
 __all__ = [
     "NO_COMPILER",
+    "compile_probe",
     "find_compiler",
     "is_built",
     "load_library",
     "load_native_library",
     "describe_missing_compiler",
+    "read_cpu_flags",
 ]
 
 NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
@@ -52,8 +54,9 @@ def load_library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
 
     # The library links to c10 of this torch by path, so two installations of one version have separate files.
     home = Path(torch.__file__).parent
-    # -march=native code crashes on other CPUs, so their instruction sets are part of the key.
-    about = f"{torch.__version__} {home} {_read_cpu_flags() if vector else platform.machine()}"
+    # -march=native code crashes on other CPUs, and machines may share a home directory, so the key has the instruction
+    # set.
+    about = f"{torch.__version__} {home} {read_cpu_flags() if vector else platform.machine()}"
     flags: tuple[str, ...] = _VECTOR if vector else ("-O2",)
     # torch can be limited to AVX2 (ATEN_CPU_CAPABILITY), and our kernels then keep to it as well.
     if vector and "avx512f" in about and torch.backends.cpu.get_cpu_capability() == "AVX2":
@@ -143,8 +146,8 @@ def _locate_compiler(name: str, path: str | None) -> str | None:
     return next((cxx for n in (name, "g++", "clang++") if (cxx := shutil.which(n))), None)
 
 
-def _read_cpu_flags() -> str:
-    """Returns the instruction set of this CPU, because several machines may share a home directory."""
+def read_cpu_flags() -> str:
+    """Returns the instruction set of this CPU, as the system writes it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -165,8 +168,7 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
             command = [cxx, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(binary), *link]
             done = subprocess.run(tie_to_parent(command), capture_output=True, text=True, check=False)
             if done.returncode:
-                reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-                raise RunError(f"{cxx} could not build {source.name}: {reason}")
+                raise RunError(f"{cxx} could not build {source.name}: {_find_compiler_error(done.stderr)}")
             # Owner only, whatever the umask is, or `_is_private` would reject it.
             binary.chmod(0o700)
             sealed = binary.with_suffix(".sha256")
@@ -178,6 +180,24 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
         raise RunError(
             f"{out.parent}: cannot be written ({error.strerror}); set PREHEAT_CACHE to a folder with room"
         ) from None
+
+
+def compile_probe(compiler: str) -> str:
+    """Compiles a small program with the options of our kernels; returns why that failed, "" if it did not.
+
+    Raises:
+        OSError: there is no temporary folder that can be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n", encoding="utf-8")
+        command = [compiler, *_FLAGS, *_VECTOR, str(source), "-o", str(source.with_suffix(".so"))]
+        done = subprocess.run(tie_to_parent(command), capture_output=True, text=True, errors="replace", check=False)
+        return _find_compiler_error(done.stderr) or describe_exit(done.returncode) if done.returncode else ""
+
+
+def _find_compiler_error(output: str) -> str:
+    return next((line for line in output.splitlines() if "error" in line), output.strip())
 
 
 def describe_missing_compiler(kind: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from preheat.sanitize import shorten
 
-__all__ = ["driver_version", "has_cuda", "is_slice", "why_no_cuda"]
+__all__ = ["cuda_of_driver", "driver_version", "has_cuda", "has_gpu", "is_slice", "why_no_cuda"]
 
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"  # vendor and class of NVIDIA's GPUs
 _MODULE = Path("/proc/driver/nvidia/version")
@@ -34,7 +34,7 @@ def why_no_cuda() -> tuple[str, bool]:
 
     if torch.backends.mps.is_available():  # not yet run there
         return "training on Apple's GPUs (MPS) is not supported; `preheat plan --gpu` plans for an NVIDIA GPU", True
-    gpu, driver = _has_gpu(), _cuda_of_driver()
+    gpu, driver = has_gpu(), cuda_of_driver()
     if torch.version.hip is not None:
         return "torch finds no AMD device here", False
     if torch.version.cuda is None:
@@ -61,7 +61,7 @@ def driver_version() -> str:
     """Returns the version of the NVIDIA driver, or of CUDA that it supports; "" if there is none."""
     if _MODULE.is_file() and (match := re.search(r"\b\d+\.\d+(?:\.\d+)?\b", _MODULE.read_text(encoding="utf-8"))):
         return match[0]
-    return ".".join(map(str, _cuda_of_driver() or ()))
+    return ".".join(map(str, cuda_of_driver() or ()))
 
 
 def is_slice(name: str) -> bool:
@@ -74,7 +74,7 @@ def is_slice(name: str) -> bool:
     return re.search(r"\bMIG \d+[gc]\.", name) is not None
 
 
-def _cuda_of_driver() -> tuple[int, int] | None:
+def cuda_of_driver() -> tuple[int, int] | None:
     """Returns the version of CUDA that the driver supports; None without a driver. Needs no working GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -86,7 +86,7 @@ def _cuda_of_driver() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10  # 12040 is CUDA 12.4
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     """True if the PCI bus has a display or compute device of NVIDIA."""
     return any(
         (device / "vendor").read_text(encoding="ascii").strip() == _NVIDIA

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,12 @@ __all__ = [
     "peak_reserved_bytes",
     "peak_resident_bytes",
     "probe",
+    "read_cpu_quota",
     "fastest_half_dtype",
     "reset_peak",
     "resident_bytes",
     "system_memory",
+    "total_memory",
 ]
 
 # kb, mb, gb and tb are powers of 1000; kib, mib, gib and tib of 1024.
@@ -47,6 +50,7 @@ _UNITS = {"b": 1} | {
 
 _MOST_MEMORY = 2**60
 _CLEAR, _MEMINFO = Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+_GROUPS = Path("/sys/fs/cgroup")
 # Kind of device, or `reserved` on CUDA -> high-water mark before the last reset.
 _highest: dict[str, int] = {}
 
@@ -115,8 +119,8 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
             raise RecipeError(f"hardware.device: cuda: {reason}, or set it to auto or cpu")
         # On a machine without a GPU, a CPU is what everybody expects.
         notice = f"runs on the CPU (hardware.device: auto): {reason}" if expected else ""
-        return Device("cpu", _read_processor_name(), limit or _read_host_memory(), notice=notice)
-    return Device("cpu", _read_processor_name(), limit or _read_host_memory())
+        return Device("cpu", _read_processor_name(), limit or total_memory(), notice=notice)
+    return Device("cpu", _read_processor_name(), limit or total_memory())
 
 
 def _read_processor_name() -> str:
@@ -136,7 +140,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _read_host_memory() -> int:
+def total_memory() -> int:
     """Returns the memory of the machine, or the tightest limit of this process's control groups."""
     groups = Path("/proc/self/cgroup")
     if not groups.exists():
@@ -144,12 +148,32 @@ def _read_host_memory() -> int:
 
         return int(psutil.virtual_memory().total)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([total, *_read_group_limits(groups.read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))])
+    return min([total, *_read_group_limits(groups.read_text(encoding="utf-8"), _GROUPS)])
+
+
+def read_cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = _GROUPS) -> float | None:
+    """Returns the cores whose time the control groups of this process grant it; None if they do not limit it.
+
+    A container with `docker run --cpus 2` sees all cores of its host, and `count_cores` counts them.
+    """
+    if not groups.exists():
+        return None
+    text = groups.read_text(encoding="utf-8")
+    quotas = []
+    for file in _find_group_files(text, root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        if file.name == "cpu.max":  # "max 100000", or the quota and its period
+            quota, _, period = file.read_text(encoding="utf-8").strip().partition(" ")
+        else:  # -1: no limit
+            quota = file.read_text(encoding="utf-8").strip()
+            period = file.with_name("cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def system_memory() -> int:
     """Returns the memory that this process can use: resident plus available memory, up to the control groups' limit."""
-    limit = _read_host_memory()
+    limit = total_memory()
     if not _MEMINFO.exists():
         import psutil
 
@@ -165,25 +189,36 @@ def _read_group_limits(groups: str, root: Path) -> list[int]:
 
     In a container the paths are those of the host while `root` is the container's, so missing files are skipped.
     """
-    limits = []
+    # cgroup v2 writes "max" for no limit.
+    # v1 writes a number near 2**63 instead, which loses against the machine's memory in the minimum.
+    texts = [
+        file.read_text(encoding="utf-8").strip()
+        for file in _find_group_files(groups, root, "memory", "memory.max", "memory.limit_in_bytes")
+    ]
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _find_group_files(groups: str, root: Path, controller: str, name: str, name_v1: str) -> Iterator[Path]:
+    """Yields the files of a controller in the control groups of /proc/self/cgroup and their parents.
+
+    Args:
+        name: of the file in cgroup v2.
+        name_v1: of the file in cgroup v1.
+    """
     # Lines are "hierarchy:controllers:path"; the one of cgroup v2 has no controllers.
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            folder, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            folder, name = root / "memory", "memory.limit_in_bytes"
+            folder, file_name = root, name
+        elif controller in controllers.split(","):
+            folder, file_name = root / controller, name_v1
         else:
             continue
         parts = Path(path).parts[1:]
         # The limits of all ancestors apply too.
         for depth in range(len(parts) + 1):
-            file = folder.joinpath(*parts[:depth], name)
-            # cgroup v2 writes "max" for no limit.
-            # v1 writes a number near 2**63 instead, which loses against the machine's memory in the minimum.
-            if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
-                limits.append(int(text))
-    return limits
+            if (file := folder.joinpath(*parts[:depth], file_name)).is_file():
+                yield file
 
 
 def _read_status(key: str) -> int | None:

@@ -46,6 +46,7 @@ __all__ = [
     "note_run",
     "parse",
     "calibration_path",
+    "describe_unusable_rates",
 ]
 
 Layout = Literal["forward", "grad_input", "grad_weight"]
@@ -392,6 +393,26 @@ def load(hardware: str, torch: str, threads: int, driver: str = "") -> Rates | N
     return dataclasses.replace(
         rates, links=load_links(hardware, torch), pace=_compute_pace(_read_runs(_runs_path(path)))
     )
+
+
+def describe_unusable_rates(hardware: str, torch: str, threads: int, driver: str = "") -> str:
+    """Returns how the stored rates of this hardware differ from what `load` accepts; "" if there are none.
+
+    Args:
+        hardware, torch, threads, driver: as for `load`, which found nothing.
+    """
+    own = calibration_path(hardware, torch, threads)
+    for path in (own, *sorted(set(own.parent.glob("calibration-*.json")) - {own})):
+        try:
+            values = read_json(path) or {}
+        except Damaged:  # `load` reports it
+            continue
+        if (values.get("hardware"), values.get("threads")) != (hardware, threads):
+            continue
+        for name, here in (("torch", torch), ("driver", driver)):
+            if isinstance(other := values.get(name, ""), str) and other != here:
+                return f"{hardware} was calibrated with {name} {shorten(other, 40)}, and this is {here or 'none'}"
+    return ""
 
 
 def parse(values: JsonObject) -> Rates:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
+from preheat.core import Build, Change, Context, MissingPackage, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
@@ -109,7 +109,11 @@ class ChunkedLoss(Searchable):
             if context.device.kind != "cuda":
                 problems.append("kernel: liger needs a CUDA device; use ours or auto")
             elif importlib.util.find_spec("liger_kernel") is None:
-                problems.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
+                problems.append(
+                    MissingPackage(
+                        "kernel: liger is not installed; use ours, or install it", "pip install liger-kernel"
+                    )
+                )
         if self.kernel == "torch":
             from preheat.torch_compat import why_no_linear_cross_entropy
 

@@ -20,7 +20,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
-from preheat.core import Axis, Build, Change, Context, MaskSpec, Numerics, Searchable, Slot, Stage, Tag, Trials
+from preheat.core import (
+    Axis,
+    Build,
+    Change,
+    Context,
+    MaskSpec,
+    MissingPackage,
+    Numerics,
+    Searchable,
+    Slot,
+    Stage,
+    Tag,
+    Trials,
+)
 from preheat.hardware.cpp_build import find_compiler
 
 if TYPE_CHECKING:
@@ -220,7 +233,8 @@ class EfficientAttentionTechnique(Searchable):
                 f"is {context.device.capability}; use efficient or auto"
             )
         if chosen in _PACKAGES and context.device.at_hand and not _is_installed(_PACKAGES[chosen][0]):
-            problems.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
+            name, command = _PACKAGES[chosen]
+            problems.append(MissingPackage(f"kernel: {chosen} needs the package {name}", command))
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
             problems.append(
                 "kernel: flash3 needs a Hopper GPU (9.0), and this one is "

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from preheat.core import Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
+from preheat.core import Build, Change, Context, MissingPackage, Numerics, Searchable, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Fp8(Searchable):
         if rows % _ALIGNMENT:  # a weight's gradient sums over tokens, which are then the inner dimension
             problems.append(f"needs batch.seq_len to be a multiple of {_ALIGNMENT}, not {rows}")
         if importlib.util.find_spec("torchao") is None:
-            problems.append("needs torchao, which is not installed: pip install torchao")
+            problems.append(MissingPackage("needs torchao, which is not installed", "pip install torchao"))
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:

@@ -16,7 +16,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
-from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
+from preheat.core import (
+    Build,
+    Change,
+    Context,
+    MissingPackage,
+    Numerics,
+    Searchable,
+    Slot,
+    Stage,
+    Tag,
+    Technique,
+    Trials,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -116,9 +128,9 @@ class Liger(Searchable):
         # Looked up, not imported: importing Liger imports torch and Triton.
         import importlib.util
 
-        problems = []
+        problems: list[str] = []
         if importlib.util.find_spec("liger_kernel") is None:
-            problems.append("liger-kernel is not installed; pip install liger-kernel")
+            problems.append(MissingPackage("liger-kernel is not installed", "pip install liger-kernel"))
         if context.model.family not in KERNEL_FAMILIES and self.provided():
             problems.append(
                 f"its norm, rotary and gate are for {', '.join(KERNEL_FAMILIES)}, not "

@@ -37,7 +37,7 @@ from preheat.planning.image_counts import add_image_counts
 from preheat.planning.plan import count_steps, find_settled, plan, resolve_auto
 from preheat.planning.plan_request import choose_run_rates, count_rows, data_of, read_bytes_in_use
 from preheat.planning.request import Request
-from preheat.planning.search.result import describe_shortfall, hint_fragmentation
+from preheat.planning.search.result import describe_held_memory, describe_shortfall, hint_fragmentation
 from preheat.recipe import Recipe
 from preheat.recipe.paths import anchor_paths
 from preheat.run.reader import Reader
@@ -350,8 +350,8 @@ def open_session(
             watch.notice(
                 f"{why}; torch's own allocator is used, and the run takes more memory than planned, often a third"
             )
-        if device.notice:
-            watch.notice(device.notice)
+        for notice in filter(None, (device.notice, describe_held_memory(expected))):
+            watch.notice(notice)
         # Events of fallbacks that `_prepare` chose; they were held back until the folder was open.
         for event in ready.events if ready else ():
             writer.write_event(event)

@@ -196,6 +196,12 @@ MODES: Mapping[str, Sequence[Mode]] = {
             "MODEL is an image classifier, which goes through a chain of steps (--recipe edge-vision --data IMAGES)",
         ),
     ),
+    "doctor": (
+        Mode(
+            lambda p: p["what"] == "oom", (), "oom reads the folder of a run, and changes nothing", read={"what", "run"}
+        ),
+        Mode(lambda p: not p["fix"], ("yes",), "it answers the questions of --fix"),
+    ),
     "nettest": (
         Mode(lambda p: p["nproc"] is None, ("port",), "torchrun has its own rendezvous; --port goes with --nproc"),
     ),

@@ -60,6 +60,8 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
         (["plan", "demo", "--aim", "x" * 100_000], "Invalid value for '--aim': 'xxx"),
         (["plan", "demo", f"--{'x' * 100_000}"], "No such option: --xxx"),
         (["nettest", "--port", "29500"], "--port 29500"),
+        (["doctor", "--yes"], "--yes: would change nothing: it answers the questions of --fix"),
+        (["doctor", "oom", "runs/x", "--fix"], "--fix: would change nothing: oom reads the folder of a run"),
         (
             ["try", "--technique", "mixed_precision", "--zero-stage", "2"],
             "--zero-stage 2: would change nothing: it is for zero",

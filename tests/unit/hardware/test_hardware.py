@@ -40,6 +40,7 @@ from preheat.hardware.rates import (
     Rates,
     _read_runs,
     calibration_path,
+    describe_unusable_rates,
     load,
     note_run,
     parse,
@@ -537,11 +538,38 @@ def test_rates_come_back_as_stored_and_only_for_the_same_machine(
         assert load("made up", "2.13.0", 2) is None, other
     path.write_text(path.read_text()[:100])
     assert load("made up", "2.13.0", 2) is None
+    assert describe_unusable_rates("made up", "2.13.0", 2) == ""
     path.write_text(json.dumps({"format": 1, **dataclasses.asdict(made), "hardware": "another"}))
     with pytest.raises(
         RecipeError, match=r"calibration-\w+\.json: was measured on another, and this is made up; delete it"
     ):
         load("made up", "2.13.0", 2)
+
+
+def test_rates_of_another_torch_or_driver_are_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    from preheat.hardware import benchmark_rates
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    assert describe_unusable_rates("made up", "2.14.0", 2) == ""  # nothing is stored at all
+    dataclasses.replace(made_up(), driver="550.1").store()
+    assert describe_unusable_rates("another", "2.14.0", 2) == ""
+    assert describe_unusable_rates("made up", "2.14.0", 4) == "", "other threads are other rates, and no surprise"
+    torch_line = "made up was calibrated with torch 2.13.0, and this is 2.14.0"
+    assert describe_unusable_rates("made up", "2.14.0", 2, "550.1") == torch_line
+    driver_line = "made up was calibrated with driver 550.1, and this is 580.2"
+    assert describe_unusable_rates("made up", "2.13.0", 2, "580.2") == driver_line
+    # Both ways to rates say so, before they measure.
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(benchmark_rates, "remeasure_rates", lambda *more: made_up())
+    monkeypatch.setattr(benchmark_rates, "_measure_in_process", lambda *more, **options: made_up())
+    device = Device("cuda", "made up", 2**33, driver="580.2")
+    benchmark_rates.rates(device, 2, progress=lambda *more: None)
+    benchmark_rates.rates_for(device, 2, list)
+    assert caplog.messages == [f"{driver_line}: it is measured again"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Checks of this machine for `preheat doctor`: each returns findings, and reads its facts through an argument."""
