@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
     from starlette.requests import Request
 
-CHROMIUM = Path("/usr/bin/chromium")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed")
-
 PAGE = """<!doctype html><html lang="en"><head><title>Charts</title><meta name="viewport" content="width=device-width">
 <link rel="stylesheet" href="/static/page.css"><link rel="stylesheet" href="/static/ui.css">
 <link rel="stylesheet" href="/static/chart.css"><script src="/static/ui.js" defer></script>
@@ -85,16 +82,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(f"http://127.0.0.1:{port}", folder / "runs", [ids["a"], ids["<img src=x onerror=alert(1)>"]])
         server.should_exit = True
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
