@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from preheat.core.finding import Finding, Fix, FixKind, Severity
 from preheat.errors import RecipeError
@@ -94,22 +94,22 @@ def read_torch() -> TorchFacts:
     flags = read_cpu_flags().split()
     best = "AVX512" if "avx512f" in flags else "AVX2" if "avx2" in flags else ""
     best = best if _SMALL.get(cpu, 2) < _SMALL.get(best, 2 if best else 0) else ""
-    about = {"version": str(torch.__version__), "folder": os.path.dirname(torch.__file__), "cuda": torch.version.cuda}
+    facts = TorchFacts(
+        str(torch.__version__), os.path.dirname(torch.__file__), torch.version.cuda, cpu=cpu, cpu_best=best
+    )
     if not has_cuda():
         reason, expected = why_no_cuda()
-        return TorchFacts(**about, why_no_cuda=reason, gpu_expected=expected, cpu=cpu, cpu_best=best)
+        return replace(facts, why_no_cuda=reason, gpu_expected=expected)
     count = torch.cuda.device_count()
     cards = [torch.cuda.get_device_properties(index) for index in range(count)]
     pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return TorchFacts(
-        **about,
+    return replace(
+        facts,
         cards=tuple(TorchCard(card.name, (card.major, card.minor), card.total_memory) for card in cards),
         architectures=tuple(torch.cuda.get_arch_list()),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
         unlinked=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
-        cpu=cpu,
-        cpu_best=best,
     )
 
 
@@ -128,8 +128,8 @@ def describe_torch(facts: TorchFacts, environment: Mapping[str, str]) -> list[Fi
         findings = [Finding("torch", Severity.STOPS, message, fix=fix)]
     if facts.why_no_cuda and facts.gpu_expected:
         # A build for CPUs beside a GPU, a driver that is too old, a device that does not answer.
-        fix = None if facts.cuda else Fix(FixKind.MANUAL, "pip install --force-reinstall torch  # a build with CUDA")
-        findings.append(Finding("torch", Severity.STOPS, facts.why_no_cuda, "runs take the CPU", fix))
+        other = None if facts.cuda else Fix(FixKind.MANUAL, "pip install --force-reinstall torch  # a build with CUDA")
+        findings.append(Finding("torch", Severity.STOPS, facts.why_no_cuda, "runs take the CPU", other))
     elif facts.cuda and facts.why_no_cuda:
         cost = "none: the build for CPUs is smaller by gigabytes and trains as fast here"
         findings.append(Finding("torch", Severity.NOTE, f"{facts.why_no_cuda}; runs take the CPU", cost))
