@@ -244,7 +244,7 @@ class Roofline:
         return max(computing, self.moving(kernel.bytes_read + kernel.bytes_written))
 
     def _time_attention(self, kernel: Kernel, cudnn: bool = False) -> float:
-        shares = ATTENTION_SHARES | _CUDNN if cudnn else ATTENTION_SHARES
+        shares = {**ATTENTION_SHARES, **_CUDNN} if cudnn else ATTENTION_SHARES
         forward, backward = shares.get(self.device.generation, (0.45, 0.38))
         share = backward if "backward" in kernel.operator else forward
         dtype = kernel.dtype if kernel.dtype in self.peak_matrix_rate else "bf16"
