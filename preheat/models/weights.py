@@ -252,11 +252,12 @@ class WeightSource:
         """Returns the quantized linear layers of a model on meta, by their names.
 
         Raises:
-            RecipeError: the files have quantized tensors for which the model has no linear layer (stacked experts).
+            RecipeError: the files have quantized tensors for which the model has no linear layer (stacked experts), or
+                none at all.
         """
         from torch import nn
 
-        names = None
+        names, linear = None, list[str]()
         if self._files:
             linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
             places = {f"{name}.{key}" for name in linear for key in LAYER_KEYS}
@@ -279,6 +280,12 @@ class WeightSource:
         # FP8 layers besides these (stacked experts) are dequantized by transformers' rules.
         if folder.method != "fp8" and (odd := find_unknown_layer(model, names.named(), layers)) is not None:
             raise self._refuse_layer(f"{odd} is quantized", model)
+        # FP8 has its values in the tensors of plain weights, which are read as such without scales.
+        if not layers and folder.method != "fp8" and any(folder.format_of(name) is not None for name in linear):
+            raise RecipeError(
+                f"{self.knob}: {self.folder}: its config.json says that it is stored in {folder.method}, and its files "
+                "hold plain weights; delete quantization_config from it, or restore the model's own files"
+            )
         self.leave(folder.ignored)
         return layers
 
