@@ -61,17 +61,12 @@ def doctor(
     if what == _OOM:
         if run is None:
             raise RecipeError("doctor oom: names no run; add the folder of one that ran out of memory: RUN")
-        if fix or yes or set:
-            option = "--fix" if fix else "--yes" if yes else f"--set {(set or [''])[0]}"
-            raise RecipeError(f"{option}: has no effect with oom, which only shows fixes; leave it out")
         _diagnose_memory(run, json=json)
         return
     if run is not None:
         raise RecipeError(f"{run}: one recipe is checked at a time; leave it out, or write: preheat doctor oom {run}")
     if what is None and set:
         raise RecipeError(f"--set {set[0]}: no recipe is named that it would change; name one: preheat doctor RECIPE")
-    if yes and not fix:
-        raise RecipeError("--yes: answers the questions of --fix, which is not given; add --fix, or leave --yes out")
     if fix and not yes and (json or not sys.stdin.isatty()):
         raise RecipeError("--fix: nobody can be asked here; add --yes, or run it in a terminal without --json")
     name, probes = _list_probes(what, set)

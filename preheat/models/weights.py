@@ -257,7 +257,8 @@ class WeightSource:
         """
         from torch import nn
 
-        names, linear = None, list[str]()
+        names = None
+        linear: list[str] = []
         if self._files:
             linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
             places = {f"{name}.{key}" for name in linear for key in LAYER_KEYS}

@@ -462,9 +462,7 @@ def test_files_of_another_format_than_their_configuration_are_refused(
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "int4"])
 def test_plain_weights_in_a_folder_marked_as_quantized_are_refused(name: str, tmp_path: Path) -> None:
-    write(tmp_path, name)
-    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(tmp_path, quantization_config=None))
-    save_file({key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(write(tmp_path, name), tmp_path / "model.safetensors", {"format": "pt"})
     recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}\ntechniques: {{lora: {{}}}}")
     with pytest.raises(PreheatError, match="its files hold plain weights; delete quantization_config from it"):
         require_model(recipe, configs.source_config(recipe))
