@@ -263,7 +263,7 @@ def read_folder_format(path: str | None, stored: JsonObject) -> QuantizedFolder:
     if not isinstance(method := stored.get("quant_method"), str):
         raise RecipeError(
             f"model.path: {path}: config.json: quantization_config.quant_method: must be a name such as gptq, got "
-            f"{quote_value(method, 60)}; restore the model's own, or delete quantization_config if its weights are plain"
+            f"{quote_value(method, 60)}; restore the model's own, or delete quantization_config if nothing is quantized"
         )
     readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed_tensors, "fp8": _read_fp8}
     reader = readers.get(method)

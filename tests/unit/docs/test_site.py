@@ -154,7 +154,9 @@ def test_the_python_reference_has_every_public_name(site: Path) -> None:
 
 
 def test_pages_name_the_newest_tested_releases() -> None:
-    pages = {name: (ROOT / f"docs/pages/{name}.md").read_text(encoding="utf-8") for name in ("compatibility", "install")}
+    pages = {
+        name: (ROOT / f"docs/pages/{name}.md").read_text(encoding="utf-8") for name in ("compatibility", "install")
+    }
     torch = NEWEST_TESTED["torch"]
     assert f"torch 2.11 to {torch} and transformers 5.23 and {NEWEST_TESTED['transformers']}." in pages["compatibility"]
     assert f"torch 2.11 to {torch} are tested" in " ".join(pages["install"].split())

@@ -112,7 +112,9 @@ def test_a_key_of_toml_leads_to_the_recipes(lines: str, key: str, value: object)
     assert look_up(read_file(BASE + lines + "\n"), key) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("more", ["", "[metrics]\nlog_freq = 5\n", "[checkpoint]\ninterval = 9\n", "[optimizer]\nlr = 1e-4\n"])
+@pytest.mark.parametrize(
+    "more", ["", "[metrics]\nlog_freq = 5\n", "[checkpoint]\ninterval = 9\n", "[optimizer]\nlr = 1e-4\n"]
+)
 def test_toml_without_a_job_is_recognized(more: str) -> None:
     text = BASE.replace("[job]\n", "") + more
     format = find_format(text, "f.toml", FORMATS)
