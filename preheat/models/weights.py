@@ -28,7 +28,7 @@ from preheat.model_folder import (
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
 from preheat.models.hf import full_model
-from preheat.models.quantized_folders import LAYER_KEYS, choose_layers, find_unknown_layer
+from preheat.models.quantized_folders import LAYER_KEYS, LAYER_MARKS, choose_layers, find_unknown_layer
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +258,6 @@ class WeightSource:
         from torch import nn
 
         names = None
-        linear: list[str] = []
         if self._files:
             linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
             places = {f"{name}.{key}" for name in linear for key in LAYER_KEYS}
@@ -281,8 +280,9 @@ class WeightSource:
         # FP8 layers besides these (stacked experts) are dequantized by transformers' rules.
         if folder.method != "fp8" and (odd := find_unknown_layer(model, names.named(), layers)) is not None:
             raise self._refuse_layer(f"{odd} is quantized", model)
-        # FP8 has its values in the tensors of plain weights, which are read as such without scales.
-        if not layers and folder.method != "fp8" and any(folder.format_of(name) is not None for name in linear):
+        # By all files, since a dry run builds a few layers only, which the folder may have left out. FP8 without scales
+        # is left to the reader of plain weights, whose tensors have the same names.
+        if folder.method != "fp8" and not any(key.endswith(LAYER_MARKS) for key in self._files):
             raise RecipeError(
                 f"{self.knob}: {self.folder}: its config.json says that it is stored in {folder.method}, and its files "
                 "hold plain weights; delete quantization_config from it, or restore the model's own files"
