@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -208,8 +209,9 @@ def run(settings: list[str], processes: int) -> tuple[dict[str, Any] | None, str
             command += arguments(settings)
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("error")]
-            return None, (errors or done.stderr.strip().splitlines())[-1]
+            # With torchrun, the first error is that of a rank; the last one says that a rank has failed.
+            errors = [line for line in done.stderr.splitlines() if re.search(r"Error: \S|^error", line)]
+            return None, errors[0] if errors else done.stderr.strip().splitlines()[-1]
         if processes > 1:
             summaries = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
             assert len(summaries) == processes

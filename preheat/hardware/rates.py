@@ -411,7 +411,8 @@ def describe_unusable_rates(hardware: str, torch: str, threads: int, driver: str
             continue
         for name, here in (("torch", torch), ("driver", driver)):
             if isinstance(other := values.get(name, ""), str) and other != here:
-                return f"{hardware} was calibrated with {name} {shorten(other, 40)}, and this is {here or 'none'}"
+                stored = shorten(other, 40) or "none"
+                return f"{hardware} was calibrated with {name} {stored}, and this is {here or 'none'}"
     return ""
 
 

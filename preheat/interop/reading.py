@@ -80,6 +80,7 @@ class Format:
         table: dotted key -> handler; an item of a list is a `*`, and a `*` at the end stands for any key.
         without: a file with one of these keys is not of the format.
         sections: sections that recipes have too.
+        toml: its files may be TOML; by `requires` alone, since no other TOML has them.
         general: other trainers' files have its keys too: it is meant only if no other format is.
         names_model: the key of the model, in the error without it; empty: one of `requires`.
         variants: key of the file, top-level or dotted -> defaults that hold in its presence.
@@ -97,6 +98,7 @@ class Format:
     table: Mapping[str, Handler]
     without: frozenset[str] = frozenset()
     sections: frozenset[str] = frozenset()
+    toml: bool = False
     general: bool = False
     names_model: str = ""
     variants: Mapping[str, Mapping[str, Default]] = field(default_factory=dict)
@@ -105,11 +107,11 @@ class Format:
     finish: Callable[[Settings, Mapping[str, Entry]], Sequence[str]] = lambda settings, entries: ()
     write: Write | None = None
 
-    def find_own_key(self, values: Mapping[str, object]) -> str | None:
+    def find_own_key(self, values: Mapping[str, object], *, toml: bool = False) -> str | None:
         """Returns a key by which a file is of this format; None if it is not."""
-        if not self.requires <= values.keys() or self.without & values.keys():
+        if not self.requires <= values.keys() or self.without & values.keys() or (toml and not self.toml):
             return None
-        own = self.unique or self.requires
+        own = self.requires if toml else self.unique or self.requires
         return next((key for key in values if key in own), None)
 
     def choose_defaults(self, values: Mapping[str, object]) -> Mapping[str, Default]:
@@ -176,9 +178,10 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
     if not isinstance(values, Mapping):
         return None
     # A recipe is YAML.
-    own = set() if where.endswith((*_SCRIPTS, ".toml")) else {k for k in _RECIPE_ONLY if _is_section(values.get(k))}
+    toml = where.endswith(".toml")
+    own = set() if toml or where.endswith(_SCRIPTS) else {k for k in _RECIPE_ONLY if _is_section(values.get(k))}
     known = [format for format in formats.values() if own <= format.sections]
-    candidates = [(format, key) for format in known if (key := format.find_own_key(values)) is not None]
+    candidates = [(format, key) for format in known if (key := format.find_own_key(values, toml=toml)) is not None]
     candidates = [pair for pair in candidates if not pair[0].general] or candidates
     if own and not candidates:
         return None
@@ -194,8 +197,8 @@ def find_format(text: str, where: str, formats: Mapping[str, Format], name: str 
             f"{where}: calls none of {', '.join(ARGUMENT_CALLS)} with its arguments, nor torchtitan's Trainer.Config; "
             "preheat reads these from a script without running it"
         )
-    if not candidates and where.endswith(".toml"):
-        raise RecipeError(f"{where}: has no section of another trainer's TOML, such as torchtitan's training and model")
+    if not candidates and toml:
+        raise RecipeError(f"{where}: has no section of another trainer's TOML, such as torchtitan's training")
     if not candidates:
         _refuse_companion(values, lines, where)
     return candidates[0][0] if candidates else None

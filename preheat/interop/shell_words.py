@@ -285,6 +285,7 @@ _VARIABLE = re.compile(r"\$\{?(\w+)(\[[@*]\])?\}?")
 _DEFAULT = re.compile(r"\$\{(\w+):?[-=](.*)\}", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _OPENING, _CLOSED = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
+_REPEATED = ("for", "while", "until", "select", "{")
 _KEYWORDS = ("then", "do", "else", "elif", "time", "!", "exec", "nohup", "sudo", "env", "command", "function")
 _DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
 _TESTS = {"[[": "]]", "[": "]", "test": ""}
@@ -417,6 +418,9 @@ class _Interpreter:
 
     def _evaluate_condition(self, statements: list[list[_Token]]) -> bool | None:
         """Returns whether a condition holds; None if that is not known without running the script."""
+        # A later round of a loop, or a later call of a function, has other values.
+        if any(block.opening in _REPEATED for block in self.open):
+            return None
         joins = {tokens[0].follows for tokens in statements[1:]}
         if not statements or len(joins) > 1 or not joins <= {"&&", "||"}:
             return None

@@ -607,6 +607,7 @@ TORCHTITAN = Format(
         }
     ),
     without=frozenset({"lora", "train"}),
+    toml=True,
     defaults=DEFAULTS,
     variants={"model_spec": TORCHTITAN_REGISTRY},
     renamed=_EARLIER_SECTION,

@@ -41,6 +41,7 @@ from preheat.interop.keys import (
 from preheat.interop.reading import Format
 from preheat.interop.script import FAST_CALLS, FAST_CLASSES
 from preheat.interop.settings import Settings
+from preheat.interop.torchtitan import TORCHTITAN
 from preheat.interop.trainer_defaults import UNSLOTH as DEFAULTS
 from preheat.interop.trainer_defaults import (
     UNSLOTH_ADAPTER,
@@ -382,7 +383,7 @@ UNSLOTH = Format(
     requires=frozenset(),
     unique=FAST_CALLS | {"training", "lora"},
     # torchtitan's files have a section `training` too.
-    without=frozenset({"job", "optimizer", "parallelism", "base_model", "model_name_or_path"}),
+    without=TORCHTITAN.unique | {"optimizer", "base_model", "model_name_or_path"},
     sections=frozenset({"data"}),
     defaults=DEFAULTS,
     variants={

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYER_KEYS",
+    "LAYER_MARKS",
     "Folder",
     "Format",
     "PackedLayer",
@@ -29,7 +30,8 @@ LAYER_KEYS = (
     *("weight_scale_inv", "weight_zero_point", "weight_g_idx"),
 )
 """Last parts of the names of a quantized layer's tensors."""
-_MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")  # only a quantized layer has one of them
+LAYER_MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+"""Ends of the names of tensors that only a quantized layer has."""
 
 
 class Format(Protocol):
@@ -143,7 +145,7 @@ def find_unknown_layer(model: PreTrainedModel, names: Mapping[str, str], layers:
     for key, name in names.items():
         layer = name.rpartition(".")[0]
         if (
-            name.endswith(_MARKS)
+            name.endswith(LAYER_MARKS)
             and layer not in layers
             and (layer in modules or (stacks and layer.startswith(stacks)))
         ):

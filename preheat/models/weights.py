@@ -28,7 +28,7 @@ from preheat.model_folder import (
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
 from preheat.models.hf import full_model
-from preheat.models.quantized_folders import LAYER_KEYS, choose_layers, find_unknown_layer
+from preheat.models.quantized_folders import LAYER_KEYS, LAYER_MARKS, choose_layers, find_unknown_layer
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +252,8 @@ class WeightSource:
         """Returns the quantized linear layers of a model on meta, by their names.
 
         Raises:
-            RecipeError: the files have quantized tensors for which the model has no linear layer (stacked experts).
+            RecipeError: the files have quantized tensors for which the model has no linear layer (stacked experts), or
+                none at all.
         """
         from torch import nn
 
@@ -279,6 +280,13 @@ class WeightSource:
         # FP8 layers besides these (stacked experts) are dequantized by transformers' rules.
         if folder.method != "fp8" and (odd := find_unknown_layer(model, names.named(), layers)) is not None:
             raise self._refuse_layer(f"{odd} is quantized", model)
+        # By all files, since a dry run builds a few layers only, which the folder may have left out. FP8 without scales
+        # is left to the reader of plain weights, whose tensors have the same names.
+        if folder.method != "fp8" and not any(key.endswith(LAYER_MARKS) for key in self._files):
+            raise RecipeError(
+                f"{self.knob}: {self.folder}: its config.json says that it is stored in {folder.method}, and its files "
+                "hold plain weights; delete quantization_config from it, or restore the model's own files"
+            )
         self.leave(folder.ignored)
         return layers
 

@@ -54,7 +54,7 @@ class NamedRecipe:
 
 def built_in() -> dict[str, Path]:
     """Returns the files of the built-in recipes by name, including chains (`preheat compress RUN --recipe NAME`)."""
-    return _list_files(Path(__file__).parents[1] / "recipes")
+    return {file.stem: file for file in _list_files(Path(__file__).parents[1] / "recipes")}
 
 
 @functools.cache
@@ -73,7 +73,8 @@ def named_recipes() -> Mapping[str, NamedRecipe]:
     # A distribution may be found twice, as an editable one is; its entry points are then equal.
     for point in sorted(set(entry_points(group=GROUP)), key=lambda point: (point.value, point.name)):
         package = shorten(point.dist.name if point.dist is not None else point.value, 80)
-        for name, path in _list_files(_find_folder(point, package)).items():
+        for path in _list_files(_find_folder(point, package)):
+            name = path.stem
             fix = f"rename {shorten(str(path), 200)}, or uninstall {package}"
             if not _NAME.fullmatch(name):
                 raise RecipeError(
@@ -87,8 +88,8 @@ def named_recipes() -> Mapping[str, NamedRecipe]:
     return dict(sorted(recipes.items()))
 
 
-def _list_files(folder: Path) -> dict[str, Path]:
-    return {file.stem: file for file in sorted(folder.rglob("*.yaml"), key=lambda file: file.stem)}
+def _list_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.yaml"), key=lambda file: (file.stem, str(file)))
 
 
 def _find_folder(point: EntryPoint, package: str) -> Path:

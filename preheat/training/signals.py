@@ -60,7 +60,9 @@ class Signals:
     def __exit__(self, *error: object) -> None:
         # The handlers of before: the code after training may be that of a notebook or another library.
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # A late request to save must not end the process while it closes the run.
+            late = signal.Signals(number).name == SAVE and handler is signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if late else handler)
 
     @contextmanager
     def raised(self) -> Iterator[None]:

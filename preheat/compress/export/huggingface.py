@@ -249,7 +249,9 @@ def needs_code(recipe: Recipe) -> bool:
 
     if "rms_norm" in recipe.techniques:
         return True
-    file = Path(recipe.model.path or "") / "config.json"
+    if recipe.model.path is None:
+        return False
+    file = Path(recipe.model.path) / "config.json"
     return file.is_file() and read_object(file, "configuration").get("model_type") not in CONFIG_MAPPING_NAMES
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -105,7 +106,7 @@ def install(*packages: str, options: str = "") -> Fix:
     """
     # Environments that uv creates have no pip.
     uv = importlib.util.find_spec("pip") is None and shutil.which("uv") is not None
-    command = f"uv pip install --python {sys.executable}" if uv else "pip install"
+    command = f"uv pip install --python {shlex.quote(sys.executable)}" if uv else "pip install"
     quoted = [f"'{name}'" if re.search(r"[^\w.-]", name) else name for name in packages]
     return Fix(FixKind.INSTALL, " ".join(filter(None, (command, options, *quoted))))
 

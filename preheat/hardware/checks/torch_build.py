@@ -164,6 +164,8 @@ def _has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> b
     """True if a build has binary code for a device's generation, or code that the driver compiles for it."""
     for name in architectures:
         kind, _, digits = name.partition("_")
+        if kind not in ("sm", "compute"):  # of another vendor (gfx90a), whose generations have other numbers
+            return True
         number = "".join(filter(str.isdigit, digits))
         major, minor = int(number[:-1] or 0), int(number[-1])
         # Binary code runs on later minor versions of its generation, PTX (compute_) on all later devices.

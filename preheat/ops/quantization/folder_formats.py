@@ -260,7 +260,11 @@ def read_folder_format(path: str | None, stored: JsonObject) -> QuantizedFolder:
     Raises:
         RecipeError: another format, or a setting of it that is not supported.
     """
-    method = str(stored.get("quant_method"))
+    if not isinstance(method := stored.get("quant_method"), str):
+        raise RecipeError(
+            f"model.path: {path}: config.json: quantization_config.quant_method: must be a name such as gptq, got "
+            f"{quote_value(method, 60)}; restore the model's own, or delete quantization_config if nothing is quantized"
+        )
     readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed_tensors, "fp8": _read_fp8}
     reader = readers.get(method)
     if method == "mxfp4":

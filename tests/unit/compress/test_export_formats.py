@@ -30,12 +30,14 @@ from preheat.compress.export import (
     trace,
     verify,
 )
+from preheat.compress.export.huggingface import needs_code
 from preheat.compress.export.plain_jinja import convert_to_jinja
 from preheat.data.chat.builtin_templates import FORMATS
 from preheat.data.chat.template import Template
 from preheat.data.tokenizer import train_tokenizer
 from preheat.errors import RunError
 from preheat.models.hf import compute_reference_logits
+from preheat.recipe import Model, Recipe
 
 from ...architectures.tiny import ARCHITECTURES, tiny_config
 from ..chats import KINDS, TALKS
@@ -550,3 +552,10 @@ def test_blocks_that_torchchat_has_not_are_refused(
     with pytest.raises(RunError, match=rf"--to torchchat: .*{words}; use --to hf"):
         torchchat.write(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_new_model_needs_no_code_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "house"}')
+    monkeypatch.chdir(tmp_path)
+    assert not needs_code(Recipe(model=Model(size="15M")))
+    assert needs_code(Recipe(model=Model(path=str(tmp_path))))

@@ -17,6 +17,7 @@ import yaml
 
 import preheat
 from preheat import errors, integrations
+from preheat.models.tested_versions import NEWEST_TESTED
 
 ROOT = Path(__file__).parents[3]
 
@@ -150,6 +151,15 @@ def test_the_python_reference_has_every_public_name(site: Path) -> None:
         "{run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second}"
         in " ".join(text.split())
     )
+
+
+def test_pages_name_the_newest_tested_releases() -> None:
+    pages = {
+        name: (ROOT / f"docs/pages/{name}.md").read_text(encoding="utf-8") for name in ("compatibility", "install")
+    }
+    torch = NEWEST_TESTED["torch"]
+    assert f"torch 2.11 to {torch} and transformers 5.23 and {NEWEST_TESTED['transformers']}." in pages["compatibility"]
+    assert f"torch 2.11 to {torch} are tested" in " ".join(pages["install"].split())
 
 
 def test_the_stored_cheat_sheet_is_of_these_techniques() -> None:

@@ -91,6 +91,13 @@ def test_branches_on_what_is_not_known_are_computed(condition: str) -> None:
     assert (command.words[1].text, command.words[1].is_computed) == ("$B", True)
 
 
+@pytest.mark.parametrize("around", ["for i in 1 2; do {}; done", "f() {{ {}; }}", "while read x; do {}; done"])
+def test_conditions_of_loops_and_functions_are_computed(around: str) -> None:
+    text = f"A=1 B=2\n{around.format('if [ $A = 2 ]; then B=3; fi; A=2')}\nf\nrun $B"
+    command = next(c for c in list_commands(text, "f.sh") if c.words[0].text == "run")
+    assert (command.words[1].text, command.words[1].is_computed) == ("$B", True)
+
+
 def test_lines_and_what_is_not_known() -> None:
     text = """A=1
 if [[ $X == 1 ]]; then

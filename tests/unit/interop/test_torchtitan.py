@@ -8,7 +8,8 @@ import pytest
 
 from preheat.cli.options.subject import find_subject
 from preheat.errors import RecipeError
-from preheat.interop.reading import ForeignConfig
+from preheat.interop.formats import FORMATS
+from preheat.interop.reading import ForeignConfig, find_format
 from preheat.interop.toml_files import read_toml
 
 from .reads import look_up, read
@@ -109,6 +110,23 @@ def read_registry(text: str, name: str = "run", **options: object) -> ForeignCon
 )
 def test_a_key_of_toml_leads_to_the_recipes(lines: str, key: str, value: object) -> None:
     assert look_up(read_file(BASE + lines + "\n"), key) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "more", ["", "[metrics]\nlog_freq = 5\n", "[checkpoint]\ninterval = 9\n", "[optimizer]\nlr = 1e-4\n"]
+)
+def test_toml_without_a_job_is_recognized(more: str) -> None:
+    text = BASE.replace("[job]\n", "") + more
+    format = find_format(text, "f.toml", FORMATS)
+    assert format is not None
+    assert format.name == "torchtitan"
+
+
+def test_a_registry_of_model_and_training_is_recognized() -> None:
+    text = REGISTRY.replace(", optimizer=default_adamw(lr=3e-4), parallelism=ParallelismConfig()", "")
+    format = find_format(text, "f.py::base", FORMATS)
+    assert format is not None
+    assert format.name == "torchtitan"
 
 
 def test_converters_switch_fp8_on() -> None:

@@ -460,6 +460,20 @@ def test_files_of_another_format_than_their_configuration_are_refused(
         opened(tmp_path, "{lora: {rank: 4}}", f"model.quantized_weights={choice}")
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "int4"])
+def test_plain_weights_in_a_folder_marked_as_quantized_are_refused(name: str, tmp_path: Path) -> None:
+    save_file(write(tmp_path, name), tmp_path / "model.safetensors", {"format": "pt"})
+    recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}\ntechniques: {{lora: {{}}}}")
+    with pytest.raises(PreheatError, match="its files hold plain weights; delete quantization_config from it"):
+        require_model(recipe, configs.source_config(recipe))
+
+
+def test_a_quantization_without_its_method_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "gptq", quant_method=None)
+    with pytest.raises(PreheatError, match="quant_method: must be a name such as gptq, got None;"):
+        opened(tmp_path)
+
+
 def test_a_layer_of_another_shape_or_without_a_tensor_is_named(tmp_path: Path) -> None:
     write(tmp_path, "int4_zeros")
     weights = load_file(tmp_path / "model.safetensors")

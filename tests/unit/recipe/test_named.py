@@ -49,6 +49,7 @@ def test_recipes_of_a_package_are_listed_and_used_by_name(tmp_path: Path) -> Non
     ("files", "point", "arguments", "message"),
     [
         ({"demo.yaml": RECIPE}, "my_package.recipes", "recipes", "my-package: recipe demo: preheat has a recipe of this name already; rename "),
+        ({"x.yaml": RECIPE, "chains/x.yaml": RECIPE}, "my_package.recipes", "recipes", "my-package: recipe x: my-package has a recipe of this name already; rename "),
         ({"a/x.yaml": RECIPE, "llama-3.1-8b.yaml": RECIPE}, "my_package.recipes", "plan llama-3.1-8b --gpu H100", "llama-3.1-8b: is a model, and a recipe of the package my-package; name the file: "),
         ({"15M.yaml": RECIPE}, "my_package.recipes", "recipes", "my-package: recipe '15M': a name has letters"),
         ({"x.yaml": RECIPE}, "my_package.other", "recipes", "my-package: entry point preheat.recipes: 'my_package.other' is no folder with .yaml files"),

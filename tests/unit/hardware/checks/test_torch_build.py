@@ -44,6 +44,14 @@ CPU = TorchFacts("2.13.0+cpu", "/site-packages/torch", cpu="AVX512", why_no_cuda
         ),
         (
             CUDA,
+            {"cards": (TorchCard("an MI300X", (9, 4), GIB),), "architectures": ("gfx90a", "gfx942")},
+            {},
+            "dtypes",
+            Severity.OK,
+            "bf16",
+        ),
+        (
+            CUDA,
             {"cards": (TorchCard("a T4", (7, 5), GIB),), "architectures": ("sm_75",)},
             {},
             "dtypes",
