@@ -128,7 +128,7 @@ def _list_fields(choices: Choices, state: State) -> list[Field]:
         Field(
             "data",
             "Data",
-            "Built in, or a file below the folders that this server shows. It sets the number of steps of an epoch.",
+            "Built in, or a file below the folders that this server shows. A model without data or recipe is trained on Python's standard library.",
             "select",
             list_data_choices(state),
             placeholder="as in the recipe",

@@ -81,8 +81,9 @@ def _list_fields(state: State, recipes: tuple[Choice, ...], name: str, *, is_pla
     naming = Field(
         "name",
         "Name of the run",
-        f"Its folder in {state.settings.folders[0]}; letters, digits, dots and dashes. Empty: by the recipe.",
+        f"Its folder in {state.settings.folders[0]}; letters, digits, dots and dashes.",
         value=name,
+        placeholder="" if is_planned else "as the recipe",
     )
     if is_planned:
         return [naming, steps]
