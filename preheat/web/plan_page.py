@@ -128,7 +128,8 @@ def _list_fields(choices: Choices, state: State) -> list[Field]:
         Field(
             "data",
             "Data",
-            "Built in, or a file below the folders that this server shows. A model without data or recipe is trained on Python's standard library.",
+            "Built in, or a file below the folders that this server shows. A model without data or recipe trains on "
+            "Python's standard library.",
             "select",
             list_data_choices(state),
             placeholder="as in the recipe",
