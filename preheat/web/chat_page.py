@@ -51,21 +51,25 @@ def _list_fields(state: State) -> list[Field]:
     models = [Choice(file.id, file.name) for file in state.files.list_files("model")]
     groups = {name: choices for name, choices in (("Runs", runs), ("Models", models)) if choices}
     return [
-        Field("a", "Run or model", "A run answers from its last checkpoint.", "select", groups),
+        Field(
+            "a", "Run or model", "A run answers from its last checkpoint.", "select", groups, placeholder="choose one"
+        ),
         Field(
             "b",
             "Side by side with",
             "Another one, or the same run as it was before its first step; both get every message.",
             "select",
             {"Before and after": [Choice(_BEFORE, "the same run before training")], **groups},
+            placeholder="nothing",
         ),
         Field(
             "template",
             "Chat template",
-            "Empty: its own; a model without one continues each message as plain text. "
+            "A model without a template of its own continues each message as plain text. "
             + describe_key("data.template"),
             "select",
             {"Templates": [Choice(name, name) for name in _TEMPLATES]},
+            placeholder="its own",
         ),
         Field("system", "System message", "What the model is told before the conversation; needs a chat template."),
         Field("tokens", "Tokens", describe_key("sample.max_new_tokens"), "number", placeholder="256", minimum=1),

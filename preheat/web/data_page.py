@@ -13,7 +13,7 @@ from starlette.routing import Route
 from preheat.errors import PreheatError, RecipeError
 from preheat.files import to_json
 from preheat.web.choices import load_choices
-from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_form, read_number
+from preheat.web.forms import Choice, Field, clean_values, fill, read_form, read_number
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.plan_page import choose_recipe, find_file, list_data_choices, read_page_body
 from preheat.web.settings import state_of
@@ -53,13 +53,15 @@ def _list_fields(state: State, choices: Choices) -> list[Field]:
             "It names the data, the tokenizer and the length of sequences.",
             "select",
             {heading: group for heading, group in recipes.items() if group},
+            placeholder="choose one",
         ),
         Field(
             "data",
             "Data",
-            describe_key("data.source") + " Empty: as the recipe says.",
+            "Built in, or a file below the folders that this server shows.",
             "select",
             list_data_choices(state),
+            placeholder="as in the recipe",
         ),
         Field("rows", "Sequences", "Packed sequences to show.", "number", placeholder="3", minimum=1),
     ]

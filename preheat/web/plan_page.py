@@ -89,6 +89,7 @@ def _list_model_fields(choices: Choices, state: State) -> list[Field]:
             "Recipes and folders of models below the folders that this server shows; takes the place of the name.",
             "select",
             {name: group for name, group in local.items() if group},
+            placeholder="none",
         ),
     ]
 
@@ -124,7 +125,15 @@ def choose_recipe(state: State, choices: Choices, value: str) -> tuple[str, Path
 def _list_fields(choices: Choices, state: State) -> list[Field]:
     return [
         *_list_model_fields(choices, state),
-        Field("data", "Data", describe_key("data.source"), "select", list_data_choices(state)),
+        Field(
+            "data",
+            "Data",
+            "Built in, or a file below the folders that this server shows. A model without data or recipe trains on "
+            "Python's standard library.",
+            "select",
+            list_data_choices(state),
+            placeholder="as in the recipe",
+        ),
         Field(
             "device",
             "Device",
@@ -133,13 +142,14 @@ def _list_fields(choices: Choices, state: State) -> list[Field]:
             {"": [Choice(_THIS_MACHINE, "this machine")], "Catalogue": choices.devices},
             value=_THIS_MACHINE,
         ),
-        Field("count", "Devices", describe_key("parallel.devices"), "number", placeholder="1", minimum=1),
+        Field("count", "Devices", "How many of them train together.", "number", placeholder="1", minimum=1),
         Field(
             "method",
             "Method",
             "For a model: train all weights, an adapter, or an adapter on a 4-bit base. A recipe says it itself.",
             "select",
-            {"": [Choice("full", "full"), Choice("lora", "LoRA"), Choice("qlora", "QLoRA")]},
+            {"Methods": [Choice("full", "full"), Choice("lora", "LoRA"), Choice("qlora", "QLoRA")]},
+            placeholder="full, or as in the recipe",
         ),
         Field("length", "Length", describe_key("batch.seq_len"), "number", placeholder="2048", minimum=2),
         Field("batch", "Batch", describe_key("batch.size"), "number", placeholder="16", minimum=1),

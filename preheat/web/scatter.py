@@ -12,7 +12,7 @@ from preheat.report.formatting import format_gib, format_grouped
 __all__ = ["Point", "PlacedPoint", "Scatter", "Tick", "arrange"]
 
 WIDTH, HEIGHT = 720.0, 360.0
-_LEFT, _BOTTOM, _TOP, _RIGHT = 64.0, 34.0, 20.0, 16.0
+_LEFT, _BOTTOM, _TOP, _RIGHT = 64.0, 44.0, 20.0, 16.0
 
 
 @dataclass(frozen=True)
@@ -113,4 +113,6 @@ def list_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 def _list_log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    return [10.0**power for power in range(first, last + 1)]
+    # Powers of ten alone would leave a narrow range with a single label.
+    factors = (1, 2, 5) if high < 1000 * low else (1,)
+    return [factor * 10.0**power for power in range(first, last + 1) for factor in factors]

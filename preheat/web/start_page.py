@@ -70,12 +70,20 @@ def routes() -> list[Route]:
 
 
 def _list_fields(state: State, recipes: tuple[Choice, ...], name: str, *, is_planned: bool) -> list[Field]:
-    steps = Field("steps", "Steps", describe_key("stop.max_steps"), "number", placeholder="as planned", minimum=1)
+    steps = Field(
+        "steps",
+        "Steps",
+        describe_key("stop.max_steps"),
+        "number",
+        placeholder="as planned" if is_planned else "as in the recipe",
+        minimum=1,
+    )
     naming = Field(
         "name",
         "Name of the run",
-        f"Its folder in {state.settings.folders[0]}; letters, digits, dot and dash.",
+        f"Its folder in {state.settings.folders[0]}; letters, digits, dots and dashes.",
         value=name,
+        placeholder="" if is_planned else "as the recipe",
     )
     if is_planned:
         return [naming, steps]
@@ -90,14 +98,16 @@ def _list_fields(state: State, recipes: tuple[Choice, ...], name: str, *, is_pla
             "Built-in recipes, and the YAML files below the folders that this server shows.",
             "select",
             {heading: choices for heading, choices in groups.items() if choices},
+            placeholder="choose one",
         ),
         naming,
         Field(
             "data",
             "Data",
-            describe_key("data.source") + " Empty: as the recipe says.",
+            "Built in, or a file below the folders that this server shows.",
             "select",
             list_data_choices(state),
+            placeholder="as in the recipe",
         ),
         steps,
     ]

@@ -58,6 +58,14 @@ def test_the_help_of_a_field_is_that_of_the_recipe(client: TestClient) -> None:
     assert '<p class="help" id="help-length">Tokens per sequence.</p>' in client.get("/plan").text
 
 
+def test_an_empty_folder_leads_to_the_first_run(client: TestClient) -> None:
+    assert 'href="/start?recipe=demo"' in client.get("/").text
+    page = client.get("/start?recipe=demo").text
+    assert '<option value="demo" selected>' in page
+    # An empty choice says what it means.
+    assert '<option value="">as in the recipe</option>' in page
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
