@@ -293,17 +293,20 @@ _MOST = 1 << 28
 """Maximum size of a JSON file in bytes; runs write far smaller ones."""
 
 
-def read_bytes(file: Path) -> bytes:
+def read_bytes(file: Path, largest: int | None = None) -> bytes:
     """Returns the bytes of a file.
 
+    Args:
+        largest: maximum number of bytes; None: `_MOST`.
+
     Raises:
-        ValueError: the path is not a file, cannot be read, or is larger than `_MOST`.
+        ValueError: the path is not a file, cannot be read, or is larger.
     """
     try:
         # A named pipe would block the read.
         if not file.is_file():
             raise ValueError("it is not a file")
-        if file.stat().st_size > _MOST:
+        if file.stat().st_size > (_MOST if largest is None else largest):
             raise ValueError(f"it has {file.stat().st_size:,} bytes")
         return file.read_bytes()
     except OSError as error:

@@ -57,10 +57,10 @@ def ui(
     port = listener.getsockname()[1]
     names = {"127.0.0.1", "localhost", "[::1]", *(name.lower() for name in allow_host or ())}
     if not is_local:
-        names |= {socket.gethostname().lower(), host.lower(), *_list_addresses(host)}
+        names |= {socket.gethostname().lower(), *map(_bracket, (host.lower(), *_list_addresses(host)))}
     token = secrets.token_urlsafe(24)
     settings = Settings(tuple(paths), token, port, frozenset(names), prefix, read_only)
-    shown = f"[{host}]" if ":" in host else ("127.0.0.1" if host == "0.0.0.0" else host)
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, _bracket(host))
     url = f"http://{shown}:{port}{prefix}/?token={token}"
     if not is_local:
         say(
@@ -80,6 +80,8 @@ def ui(
 
 def _list_addresses(host: str) -> set[str]:
     """Returns the addresses of this machine if the server listens on all of them."""
+    import socket
+
     import psutil
 
     if host not in ("0.0.0.0", "::"):
@@ -88,8 +90,13 @@ def _list_addresses(host: str) -> set[str]:
         address.address.partition("%")[0]
         for addresses in psutil.net_if_addrs().values()
         for address in addresses
-        if "." in address.address
+        if address.family in (socket.AF_INET, socket.AF_INET6)
     }
+
+
+def _bracket(host: str) -> str:
+    """Returns an address as URLs have it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _name_login() -> str:

@@ -237,19 +237,20 @@ class RunFigures:
     verdict: str
 
 
-def collect(path: str | Path, *, with_curves: bool = True) -> RunFigures:
+def collect(path: str | Path, *, with_curves: bool = True, largest: int | None = None) -> RunFigures:
     """Reads a run and computes the figures of its report. Losses that are not finite are NaN.
 
     Args:
         with_curves: reads the metrics of all steps and evaluations. Without them, which a long run has a million of,
             figures that follow from them are empty, and the usage is that of the newest sample.
+        largest: see `Reader`.
 
     Raises:
         RunError: the folder holds no run. Damaged files of a run are skipped and listed in `damaged`.
     """
     import shlex
 
-    run = Reader(path)
+    run = Reader(path, largest=largest)
     plan, environment, evaluation, changes = run.plan, run.environment, run.evaluation, run.changes
     events, samples = run.events(), run.samples()
     metrics, evaluations = (run.metrics(), run.evaluations()) if with_curves else ([], [])

@@ -195,6 +195,10 @@ _LINE = 16 << 20
 class Reader:
     """Reads a finished or running run, leaving out damaged data.
 
+    Args:
+        largest: bytes of a JSON file, or of a line of a JSONL file, from which it is left out, to bound the memory
+            that damaged files take; of the lines of a file, eight times as many are read. None: as large as runs write.
+
     Attributes:
         damaged: file -> what was left out and why, for the files read so far.
 
@@ -203,8 +207,9 @@ class Reader:
         >>> run.plan.peak_gib, run.metrics()[-1].loss                # doctest: +SKIP
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, largest: int | None = None):
         self.path = Path(path)
+        self._largest = largest
         self.damaged: dict[str, str] = {}
         # The recipe is written last at the start of a run: a folder without it holds no run.
         if not (self.path / "recipe.yaml").is_file():
@@ -238,7 +243,7 @@ class Reader:
         if not file.exists():
             return empty
         try:
-            content = parse_json(read_bytes(file))
+            content = parse_json(read_bytes(file, self._largest))
         except ValueError as error:
             self.damaged[name] = f"left out: {error}"
             return empty
@@ -266,7 +271,7 @@ class Reader:
         # Not through `_read_json`: without its recipe a run cannot be read at all, so damage is an error.
         file = self.path / "recipe.yaml"
         try:
-            return read_bytes(file).decode("utf-8")
+            return read_bytes(file, self._largest).decode("utf-8")
         except UnicodeDecodeError:
             reason = "it is not text in UTF-8"
         except ValueError as error:
@@ -295,7 +300,7 @@ class Reader:
         if not file.exists():
             return None
         try:
-            return read_record(Plan, parse_json(read_bytes(file)))
+            return read_record(Plan, parse_json(read_bytes(file, self._largest)))
         except ValueError as error:
             self.damaged["plan.json"] = f"left out: {error} (damaged, or of another version of preheat)"
             return None
@@ -338,6 +343,7 @@ class Reader:
             read: reads a line; raises ValueError if it is damaged.
         """
         file, invalid = self.path / name, list[str]()
+        longest = _LINE if self._largest is None else self._largest
         if not file.exists():
             return
         if not file.is_file():
@@ -345,15 +351,21 @@ class Reader:
             return
         try:
             with file.open("rb") as stream:
-                number = 0
+                number = size = 0
                 # A damaged file may have no line feed at all: read a bounded amount.
-                while line := stream.readline(_LINE):
+                while line := stream.readline(longest):
                     number += 1
-                    if len(line) == _LINE and not line.endswith(b"\n"):
+                    size += len(line)
+                    if self._largest is not None and size > 8 * self._largest:
+                        invalid.append(f"the rest, from line {number} on, as it has more than {size >> 20} MiB")
+                        break
+                    if len(line) == longest and not line.endswith(b"\n"):
                         # Skips to the end of the overlong line.
-                        while (more := stream.readline(_LINE)) and not more.endswith(b"\n"):
-                            pass
-                        invalid.append(f"line {number} (longer than {_LINE >> 20} MiB)")
+                        while (more := stream.readline(longest)) and not more.endswith(b"\n"):
+                            size += len(more)
+                            if self._largest is not None and size > 8 * self._largest:
+                                break
+                        invalid.append(f"line {number} (longer than {longest >> 20} MiB)")
                         continue
                     # The last line of a running run may be half written; it is no damage.
                     if not line.endswith(b"\n") or line.isspace():
@@ -443,16 +455,19 @@ class Reader:
 
         The status of a process that was killed stays.
         """
-        try:
-            return read_record(ProcessStatus, parse_json((self.path / STATUS).read_bytes()))
-        except FileNotFoundError:
+        if not (self.path / STATUS).exists():
             return None
-        except (ValueError, OSError) as error:
+        try:
+            return read_record(ProcessStatus, parse_json(read_bytes(self.path / STATUS, self._largest)))
+        except ValueError as error:
             self.damaged[STATUS] = f"left out: {shorten(str(error), 160)}"
             return None
 
     def newest_system(self) -> list[SystemMetrics]:
         """Returns the newest intact samples of the machine, from the last 16 KiB of a file that may be long."""
+        # A named pipe would block the read.
+        if not (self.path / "system.jsonl").is_file():
+            return []
         try:
             with (self.path / "system.jsonl").open("rb") as file:
                 end = file.seek(0, os.SEEK_END)

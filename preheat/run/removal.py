@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,15 +68,13 @@ def remove_run(folder: Path) -> Removal:
         raise RunError(f"{blocked[0]}: cannot be written; change its permissions. Nothing was removed")
     removed = 0
     try:
-        with (folder / "lock").open("a") as lock:
+        with open(folder / "lock", "a", opener=_open_no_link) as lock:
             try:
                 lock_file(lock)
             except BlockingIOError:
                 raise RunError(f"{folder}: another process is writing this run; stop it first") from None
             for file in [*_list_files(folder, mark)]:
-                if file.is_file() and not file.is_symlink():
-                    file.unlink()
-                    removed += 1
+                removed += _unlink(folder, file)
             for place in _list_folders(folder):
                 with contextlib.suppress(OSError):  # it holds foreign files
                     place.rmdir()
@@ -91,6 +90,39 @@ def remove_run(folder: Path) -> Removal:
         with contextlib.suppress(OSError):  # the folder above is not writable, or the folder is in use as a mount
             folder.rmdir()
     return Removal(removed, tuple(foreign))
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Opens a file; a link at its name is an error: another user of a shared folder may have put it there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _unlink(folder: Path, file: Path) -> bool:
+    """Removes a file below a folder; returns False if there is none, or a link is on the way.
+
+    Each part of the path is opened from the one before it, so that a folder which becomes a link while the run is
+    removed is not followed.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    *places, name = file.relative_to(folder).parts
+    opened = -1
+    try:
+        opened = os.open(folder, flags)
+        for place in places:
+            above, opened = opened, os.open(place, flags, dir_fd=opened)
+            os.close(above)
+        if not stat.S_ISREG(os.lstat(name, dir_fd=opened).st_mode):
+            return False
+        os.unlink(name, dir_fd=opened)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        error.filename = str(file)
+        raise
+    finally:
+        if opened >= 0:
+            os.close(opened)
+    return True
 
 
 def _list_files(folder: Path, mark: Mark) -> Iterator[Path]:

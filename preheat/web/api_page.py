@@ -122,17 +122,18 @@ async def _send_table(request: Request) -> Response:
     )
 
 
-def _write_table(entry: RunEntry) -> Iterator[str]:
+def _write_table(entry: RunEntry) -> Iterator[bytes]:
     """Yields the values of all steps as CSV, some thousand lines at a time."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     for number, row in enumerate(read_rows(entry)):
         writer.writerow([_escape_formula(cell) if isinstance(cell, str) else _format_cell(cell) for cell in row])
         if number % 2_000 == 1_999:
-            yield buffer.getvalue()
+            yield buffer.getvalue().encode("utf-8", "replace")
             buffer.seek(0)
             buffer.truncate()
-    yield buffer.getvalue()
+    # Keys are text of JSON, which may hold lone surrogates.
+    yield buffer.getvalue().encode("utf-8", "replace")
 
 
 def _format_cell(value: float | None) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
-from preheat.run.layout import MARK
+from preheat.run.layout import MARK, PROFILE
 
-__all__ = ["Catalogue", "RunEntry", "list_folders"]
+__all__ = ["Catalogue", "RunEntry", "is_in_place", "is_run", "list_folders"]
 
 _DEPTH = 5
 """Folders between a given folder and a run: a study, an ablation and its arms need three."""
@@ -22,6 +22,8 @@ _MOST_FOLDERS = 20_000
 _FRESH_S = 2.0
 """Seconds for which the list of folders is used again."""
 _SKIPPED = frozenset({"checkpoints", "tokenizer", "profile", "tracking", "node_modules", "__pycache__"})
+_UNREAD = frozenset({"checkpoints", "tokenizer", "tracking"})
+"""Folders of a run that the server does not read: they may be links, as to a larger disk."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,17 @@ class RunEntry:
 
 
 class Catalogue:
-    """Lists the run folders below some folders; links that lead out of them are not followed."""
+    """Lists the run folders below some folders. Links to folders are not followed.
+
+    Attributes:
+        is_cut_off: there are too many folders; some were not looked into.
+        linked: name of a run that is left out -> its file that is a link out of the folders.
+    """
 
     def __init__(self, folders: tuple[Path, ...]):
         self.folders = tuple(folder.resolve() for folder in folders)
         self.is_cut_off = False
+        self.linked: dict[str, str] = {}
         self._entries: dict[str, RunEntry] = {}
         self._listed = -_FRESH_S
         self._lock = threading.Lock()
@@ -67,13 +75,14 @@ class Catalogue:
         if entry is None:
             self.list_runs()
             entry = self._entries.get(id)
-        if entry is None or not (entry.path / MARK).exists():
+        if entry is None or not is_run(entry.path) or not is_in_place(entry.path) or self._find_link(entry.path):
             raise HTTPException(404, "This run does not exist any more: its folder was deleted, moved or renamed.")
         return entry
 
     def _find(self) -> list[RunEntry]:
         entries: list[RunEntry] = []
         seen = 0
+        linked: dict[str, str] = {}
         self.is_cut_off = False
         for root in self.folders:
             level = [root]
@@ -84,15 +93,43 @@ class Catalogue:
                     if seen > _MOST_FOLDERS:
                         self.is_cut_off = True
                         break
-                    if (folder / MARK).is_file() and (folder / "recipe.yaml").is_file():
+                    if is_run(folder):
                         name = str(folder.relative_to(root)) if folder != root else root.name
+                        if link := self._find_link(folder):
+                            linked[name] = link
+                            continue
                         id = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
                         entries.append(RunEntry(id, folder, name))
                         continue
                     below += list_folders(folder)
                 level = below
+        self.linked = linked
         unique = {entry.id: entry for entry in entries}  # given folders may overlap
         return sorted(unique.values(), key=lambda entry: entry.name)
+
+    def _find_link(self, run: Path) -> str | None:
+        """Returns a file of a run that is a link out of the folders: a run of others could show any file."""
+        for folder in (run, run / PROFILE):
+            try:
+                with os.scandir(folder) as entries:
+                    links = [entry for entry in entries if entry.is_symlink() and entry.name not in _UNREAD]
+            except OSError:
+                continue
+            for link in links:
+                target = Path(os.path.realpath(link.path))
+                if not any(target.is_relative_to(root) for root in self.folders):
+                    return os.path.relpath(link.path, run)
+        return None
+
+
+def is_run(folder: Path) -> bool:
+    """Returns True for the folder of a run. Folders that cannot be read are none, without an error."""
+    return os.path.isfile(folder / MARK) and os.path.isfile(folder / "recipe.yaml")
+
+
+def is_in_place(path: Path) -> bool:
+    """Returns False if a resolved path has a link by now, which may lead out of the folders."""
+    return os.path.realpath(path) == str(path)
 
 
 def list_folders(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from preheat.errors import PreheatError, RecipeError
 from preheat.files import to_json
 from preheat.sanitize import quote_value
-from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_form, read_number
+from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
 from preheat.web.settings import state_of
 from preheat.web.templating import build_url, render
 
@@ -31,6 +31,9 @@ _IDLE_S = 60.0
 _LIMIT_S = 4 * 3600.0
 _POLL_S = 0.1
 _HEARTBEAT_S = 15.0
+_MOST_STREAMS = 16
+"""Pages that follow chats: twice as many as there may be chats, and each looks for output ten times a second."""
+_open_streams: set[object] = set()
 _BEFORE = "before"
 _TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral", "phi3", "phi4", "qwen", "t5")
 
@@ -85,7 +88,7 @@ async def _show(request: Request) -> Response:
 
 async def _open(request: Request) -> Response:
     state = state_of(request)
-    form = await read_form(request)
+    form = await read_values(request)
     fields = await run_in_threadpool(_list_fields, state)
     try:
         jobs = await run_in_threadpool(_start, state, form, {field.name: field for field in fields})
@@ -143,7 +146,7 @@ def _find_path(state: State, id: str) -> str:
 
 async def _say(request: Request) -> Response:
     job = state_of(request).jobs.find(request.path_params["id"])
-    form = await read_form(request)
+    form = await read_values(request)
     if "message" in form:
         await run_in_threadpool(job.send, to_json({"message": form["message"]}))
     elif "reset" in form:
@@ -166,15 +169,27 @@ async def _stream(request: Request) -> Response:
 
     One stream for all sides: browsers open six connections to a server at most.
     """
+    if len(_open_streams) >= _MOST_STREAMS:
+        raise HTTPException(503, f"{_MOST_STREAMS} chats are open already; close some of these pages.")
     jobs = [state_of(request).jobs.find(id) for id in request.query_params.get("chats", "").split(",")[:2]]
     last = request.headers.get("last-event-id", "").split(",")
-    offsets = [int(text) for text in last if text.isdigit() and len(text) < 16]
+    offsets = [int(text) for text in last if text.isascii() and text.isdigit() and len(text) < 16]
     if len(offsets) != len(jobs):
         offsets = [0] * len(jobs)
     return StreamingResponse(_follow(request, jobs, offsets), media_type="text/event-stream")
 
 
 async def _follow(request: Request, jobs: list[Job], offsets: list[int]) -> AsyncIterator[str]:
+    key = object()
+    _open_streams.add(key)
+    try:
+        async for text in _follow_jobs(request, jobs, offsets):
+            yield text
+    finally:
+        _open_streams.discard(key)
+
+
+async def _follow_jobs(request: Request, jobs: list[Job], offsets: list[int]) -> AsyncIterator[str]:
     idle, open_jobs = 0.0, list(jobs)
     while open_jobs and not await request.is_disconnected():
         events = []

@@ -12,6 +12,7 @@ from preheat.core.run_records import Estimate, Evaluation, ResultFigures
 from preheat.report.formatting import format_value
 from preheat.run.reader import Reader
 from preheat.sanitize import shorten
+from preheat.web.limits import LARGEST_FILE
 
 __all__ = ["Comparison", "KeyRow", "MetricRow", "compare_runs", "estimate_difference"]
 
@@ -69,7 +70,7 @@ def compare_runs(folders: Sequence[Path], names: Sequence[str]) -> Comparison:
     Raises:
         RunError: a folder holds no run.
     """
-    readers = [Reader(folder) for folder in folders]
+    readers = [Reader(folder, largest=LARGEST_FILE) for folder in folders]
     recipes = [dict(_flatten(reader.read_raw_recipe()[0])) for reader in readers]
     evaluations = [reader.evaluation for reader in readers]
     problems = [f"{name}: {note}." for name, reader in zip(names, readers, strict=True) for note in reader.damage_notes]

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from preheat.errors import PreheatError, RecipeError
 from preheat.files import to_json
 from preheat.web.choices import load_choices
-from preheat.web.forms import Choice, Field, clean_values, fill, read_form, read_number
+from preheat.web.forms import Choice, Field, clean_values, fill, read_number, read_values
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.plan_page import choose_recipe, find_file, list_data_choices, read_page_body
 from preheat.web.settings import state_of
@@ -77,7 +77,7 @@ async def _show(request: Request) -> Response:
 
 async def _start(request: Request) -> Response:
     state = state_of(request)
-    form = await read_form(request)
+    form = await read_values(request)
     choices = await run_in_threadpool(load_choices, state.jobs)
     fields = await run_in_threadpool(_list_fields, state, choices)
     values = {field.name: form[field.name] for field in fields if field.name in form}

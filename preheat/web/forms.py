@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qs
+
+from starlette.exceptions import HTTPException
 
 from preheat.core import schema
 from preheat.core.schema import field_docs
@@ -16,7 +18,7 @@ from preheat.sanitize import quote_value
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["Choice", "Field", "clean_values", "describe_key", "fill", "read_form", "read_number"]
+__all__ = ["Choice", "Field", "clean_values", "describe_key", "fill", "read_form", "read_number", "read_values"]
 
 _SECTIONS = {
     "model": schema.Model,
@@ -27,6 +29,7 @@ _SECTIONS = {
     "sample": schema.Sample,
     "stop": schema.Stop,
 }
+_MOST_FIELDS = 1_000
 _LONGEST = 2000
 """Characters of a value."""
 
@@ -83,17 +86,28 @@ def fill(fields: Sequence[Field], values: Mapping[str, str]) -> list[Field]:
     return [replace(field, value=values.get(field.name, field.value)) for field in fields]
 
 
-async def read_form(request: Request) -> dict[str, str]:
-    """Returns the values of a submitted form that are not empty.
+async def read_form(request: Request) -> Mapping[str, Sequence[str]]:
+    """Returns the values of each field of a form that was sent, in order. Uploads do not exist.
 
     Raises:
-        RecipeError: it is no form, or a value is too long or has a line break where none belongs.
+        HTTPException: 400, the body is no form.
     """
     try:
-        pairs = parse_qsl((await request.body()).decode(), max_num_fields=100)
-    except ValueError:
-        raise RecipeError("the request is no form; load the page again") from None
-    return clean_values(pairs)
+        return parse_qs(
+            (await request.body()).decode(), keep_blank_values=True, errors="strict", max_num_fields=_MOST_FIELDS
+        )
+    except ValueError:  # also UnicodeDecodeError
+        raise HTTPException(400, "The form cannot be read; load the page again.") from None
+
+
+async def read_values(request: Request) -> dict[str, str]:
+    """Returns the last value of each field of a form that was sent, as `clean_values`.
+
+    Raises:
+        HTTPException: 400, the body is no form.
+        RecipeError: a value is too long or has a null character.
+    """
+    return clean_values([(name, values[-1]) for name, values in (await read_form(request)).items()])
 
 
 def clean_values(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -43,6 +43,7 @@ from preheat.run.reader import Reader, read_event, read_metrics, read_system
 from preheat.sanitize import shorten
 from preheat.web.columns import Table, TableShape
 from preheat.web.growing_file import GrowingFile, Position
+from preheat.web.limits import LARGEST_FILE
 from preheat.web.outline import Axis, Outline, bin_items, place_items
 from preheat.web.run_lock import LockTable
 
@@ -418,7 +419,7 @@ def _require_finite(value: float | None) -> float | None:
 def _find_facts(path: Path, sizes: tuple[int, ...]) -> _Facts:
     """Reads plan and recipe. The plan has the recipe too, and JSON is read a hundred times faster than YAML."""
     try:
-        run = Reader(path)
+        run = Reader(path, largest=LARGEST_FILE)
     except RunError:
         return _Facts(sizes)
     plan: Plan | None = run.plan

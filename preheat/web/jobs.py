@@ -7,6 +7,7 @@ cache, so that the next server knows that a training runs, which one, and how to
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import secrets
@@ -15,8 +16,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,7 +33,9 @@ from preheat.cache_folder import cache_folder, make_private
 from preheat.errors import RunError
 from preheat.files import lock_file, parse_json, read_bytes, read_record, to_json
 from preheat.hardware.child_processes import describe_exit, tie_to_parent
+from preheat.run.layout import STATUS
 from preheat.sanitize import escape_control_characters, shorten
+from preheat.web.stop import send_request
 
 __all__ = ["Job", "JobState", "Jobs", "Training", "TrainingRecord", "read_answer", "read_running_training"]
 
@@ -40,8 +45,12 @@ _MOST_ANSWERS = 8
 """Commands that run at a time: each imports torch, which takes 300 MB."""
 _RECENT = 30
 """Ended jobs whose output is kept."""
+_MOST_WAITING = 50
+"""Trainings in the queue."""
 _GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL of an answer."""
+_MOST_UNREAD = 16 << 10
+"""Bytes of messages that a process has not read. A pipe takes 64 KiB; then the thread that writes would wait for it."""
 _TAIL = 64 << 10
 """Bytes of a log that are looked through for its last line."""
 
@@ -81,6 +90,7 @@ class Job:
         self.problem = ""
         self.exit_code: int | None = None
         self._changed = threading.Condition()
+        self._sending = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_cancelled = False
 
@@ -126,7 +136,7 @@ class Job:
         """Writes a line to its standard input.
 
         Raises:
-            RunError: the process has ended.
+            RunError: the process has ended, or reads nothing.
         """
         assert "\n" not in line, "a request is one line"
         with self._changed:
@@ -134,8 +144,11 @@ class Job:
         try:
             if stream is None or not self.is_running:
                 raise BrokenPipeError
-            stream.write(line.encode() + b"\n")
-            stream.flush()
+            with self._sending:
+                if _count_unread(stream) > _MOST_UNREAD:
+                    raise RunError(f"{self.title}: has not read the last messages yet; wait for its answers")
+                stream.write(line.encode() + b"\n")
+                stream.flush()
         except (BrokenPipeError, ValueError):
             raise RunError(f"{self.title}: the process has ended; start it again") from None
 
@@ -218,16 +231,20 @@ class Job:
     def _copy(self, stream: IO[bytes], file: Path) -> None:
         """Copies an output to a file, up to the limit; then the process is ended."""
         size = 0
-        with stream, file.open("wb", buffering=0) as out:
-            while chunk := os.read(stream.fileno(), 1 << 16):
-                size += len(chunk)
-                if size > _MOST_OUTPUT:
-                    self.problem = f"it wrote more than {_MOST_OUTPUT >> 20} MiB and was ended"
-                    self.cancel()
-                    return
-                out.write(chunk)
-                with self._changed:
-                    self._changed.notify_all()
+        try:
+            with stream, file.open("wb", buffering=0) as out:
+                while chunk := os.read(stream.fileno(), 1 << 16):
+                    size += len(chunk)
+                    if size > _MOST_OUTPUT:
+                        self.problem = f"it wrote more than {_MOST_OUTPUT >> 20} MiB and was ended"
+                        self.cancel()
+                        return
+                    out.write(chunk)
+                    with self._changed:
+                        self._changed.notify_all()
+        except OSError as error:  # a full disk: without a reader, the process would wait for its time limit
+            self.problem = f"its output cannot be stored ({error.strerror}); free space in {file.parent.parent}"
+            self.cancel()
 
     def _finish(self, exit_code: int, problem: str) -> None:
         if not problem and not self.problem and exit_code != 0 and not self._is_cancelled:
@@ -349,6 +366,7 @@ class Jobs:
                     return other
             running = [other for other in self._answers.values() if other.is_running]
             if len(running) >= _MOST_ANSWERS:
+                shutil.rmtree(job.folder, ignore_errors=True)
                 raise RunError(f"{len(running)} commands run already; cancel some of them or wait")
             self._answers[job.id] = job
             ended = [other for other in self._answers.values() if not other.is_running]
@@ -368,7 +386,8 @@ class Jobs:
         with self._lock:
             if key in self._once:
                 return self._once[key]
-        job = self.start(" ".join(arguments), arguments, limit_s=60.0)
+        title = " ".join(arguments)
+        job = self.start(title, arguments, limit_s=60.0, key=title)
         job.wait(70.0)
         if job.state is not JobState.DONE:
             raise RunError(f"preheat {job.title}: {job.problem or 'was cancelled'}")
@@ -402,6 +421,11 @@ class Jobs:
         with self._changed:
             if any(t.run == run for t in self._trainings if t.state in (JobState.WAITING, JobState.RUNNING)):
                 raise RunError(f"{run.name}: this run waits or trains already")
+            if sum(t.state is JobState.WAITING for t in self._trainings) >= _MOST_WAITING:
+                raise RunError(f"{run.name}: {_MOST_WAITING} trainings wait already; cancel some of them")
+            ended = [t for t in self._trainings if t.state not in (JobState.WAITING, JobState.RUNNING)]
+            for old in ended[: max(0, len(ended) - _RECENT)]:
+                self._trainings.remove(old)
             self._trainings.append(training)
             if self._worker is None:
                 self._worker = threading.Thread(target=self._train_in_turn, daemon=True)
@@ -433,18 +457,35 @@ class Jobs:
         raise HTTPException(404, "The server does not know this training any more; see the list of runs.")
 
     def cancel_training(self, id: str) -> None:
-        """Takes a training out of the queue, or stops it: it finishes its step and saves a checkpoint."""
+        """Takes a training out of the queue, or stops it: it finishes its step and saves a checkpoint.
+
+        Raises:
+            RunError: it is stopping already, or cannot be stopped from here.
+        """
         training = self.find_training(id)
         with self._changed:
             if training.state is JobState.WAITING:
                 training.state, training.is_cancelled = JobState.CANCELLED, True
                 self._changed.notify_all()
                 return
-            if training.state is not JobState.RUNNING or training.pid is None:
+            # A second SIGTERM would end it without saving.
+            if training.state is not JobState.RUNNING or training.pid is None or training.is_cancelled:
                 return
             training.is_cancelled = True
-        with contextlib.suppress(ProcessLookupError):
+        if os.path.exists(training.run / STATUS):
+            try:
+                send_request(training.run, "stop")
+            except RunError:
+                training.is_cancelled = False
+                raise
+            return
+        # It has not begun: there is nothing to save.
+        try:
             os.killpg(training.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            raise RunError(f"{training.title}: belongs to another user, and only that user can stop it") from None
 
     def close(self) -> None:
         """Ends the answers and drops the queue; a training that runs goes on."""
@@ -490,7 +531,8 @@ class Jobs:
             training.state = JobState.RUNNING
         try:
             training.log.parent.mkdir(parents=True, exist_ok=True)
-            with training.log.open("ab") as log:
+            # x: a file or link that appeared since the run was queued is not written to.
+            with training.log.open("xb") as log:
                 process = subprocess.Popen(
                     _command(training.arguments),
                     cwd=training.cwd,
@@ -526,6 +568,13 @@ class Jobs:
         with self._changed:
             training.state, training.problem, training.exit_code = state, problem, code
             self._changed.notify_all()
+
+
+def _count_unread(stream: IO[bytes]) -> int:
+    """Returns the bytes in a pipe that its reader has not taken."""
+    buffer = array("i", [0])
+    fcntl.ioctl(stream.fileno(), termios.FIONREAD, buffer)
+    return buffer[0]
 
 
 def read_running_training() -> TrainingRecord | None:

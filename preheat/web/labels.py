@@ -13,6 +13,7 @@ from preheat.errors import RunError
 from preheat.files import lock_file, parse_json, read_bytes, read_intact, to_json, write_atomic
 from preheat.run.layout import LABELS
 from preheat.sanitize import quote_value, shorten
+from preheat.web.limits import LARGEST_FILE
 
 if TYPE_CHECKING:
     from preheat.web.index import RunSummary
@@ -47,7 +48,7 @@ def read_labels(folder: Path) -> Labels:
     """Returns the labels of a run; a damaged key counts as not set."""
     try:
         # Writers create an empty file to lock it.
-        content = read_bytes(folder / LABELS) or b"{}"
+        content = read_bytes(folder / LABELS, LARGEST_FILE) or b"{}"
         values = parse_json(content)
     except ValueError:
         return Labels()
@@ -136,12 +137,17 @@ def _lock_labels(file: Path) -> Iterator[None]:
     """Holds the lock on the labels of a run, and waits for it."""
     while True:
         # A run that was deleted is not brought back: its folder must exist.
-        with file.open("a") as lock:
+        with open(file, "a", opener=_open_no_link) as lock:
             lock_file(lock, wait=True)
             # `write_atomic` replaces the file: the lock must be on the one that has the name now.
             if _is_same(lock, file):
                 yield
                 return
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Opens a file; a link at its name is an error: it would create a file elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _is_same(opened: TextIO, file: Path) -> bool:

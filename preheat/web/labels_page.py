@@ -12,7 +12,7 @@ from starlette.routing import Route
 from preheat.errors import RunError
 from preheat.files import BadJson, parse_json, read_record, to_json
 from preheat.run.removal import remove_run
-from preheat.web.form_body import read_form
+from preheat.web.forms import read_form
 from preheat.web.index import summarize
 from preheat.web.labels import Conflict, Labels, change_labels, merge_labels, parse_tags, read_labels
 from preheat.web.settings import state_of

@@ -19,7 +19,7 @@ from preheat.errors import PreheatError, RecipeError
 from preheat.files import parse_json, read_bytes, read_record, to_json
 from preheat.sanitize import format_memory, quote_value
 from preheat.web.choices import load_choices
-from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_form, read_number
+from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.scatter import Point, Scatter, arrange
 from preheat.web.settings import state_of
@@ -59,7 +59,7 @@ def routes() -> list[Route]:
         Route("/plan", _start, methods=["POST"]),
         Route("/plan/jobs/{id}", _show_job),
         Route("/plan/jobs/{id}/cancel", _cancel, methods=["POST"]),
-        Route("/plan/jobs/{id}/candidates/{number:int}", _show_candidate),
+        Route("/plan/jobs/{id}/candidates/{number}", _show_candidate),
         Route("/plan/jobs/{id}/recipe.yaml", _send_recipe),
     ]
 
@@ -188,7 +188,7 @@ def _read_query(request: Request, fields: Sequence[Field]) -> dict[str, str]:
 
 async def _start(request: Request) -> Response:
     state = state_of(request)
-    form = await read_form(request)
+    form = await read_values(request)
     choices = await run_in_threadpool(load_choices, state.jobs)
     fields = await run_in_threadpool(_list_fields, choices, state)
     values = {field.name: form[field.name] for field in fields if form.get(field.name, field.value) != field.value}
@@ -352,10 +352,9 @@ async def _show_candidate(request: Request) -> Response:
     job = state_of(request).jobs.find(request.path_params["id"])
     figures = await run_in_threadpool(_read_figures, job)
     candidates = _list_candidates(figures) if figures is not None else []
-    number = request.path_params["number"]
-    if number >= len(candidates):
+    candidate = {str(n): candidate for n, candidate in enumerate(candidates)}.get(request.path_params["number"])
+    if candidate is None:
         raise HTTPException(404, "The plan has no such candidate; ask again.")
-    candidate = candidates[number]
     answer = await run_in_threadpool(read_answer, job)
     assert isinstance(answer, dict)
     reasons = [r["reason"] for r in answer["rejected"] if r["recipe"] in (candidate.what, candidate.techniques)]

@@ -12,8 +12,8 @@ from pathlib import Path
 from starlette.exceptions import HTTPException
 
 from preheat.report.page import GENERATOR
-from preheat.run.layout import MARK, PROFILE
-from preheat.web.catalogue import list_folders
+from preheat.run.layout import PROFILE
+from preheat.web.catalogue import is_in_place, is_run, list_folders
 
 __all__ = ["KINDS", "ResultEntry", "ResultFinder", "read_page"]
 
@@ -90,7 +90,7 @@ class ResultFinder:
         if entry is None:
             self.list_results()
             entry = self._entries.get(id)
-        if entry is None or not entry.figures.exists():
+        if entry is None or not os.path.exists(entry.figures) or not is_in_place(entry.figures):
             raise HTTPException(404, "This result does not exist any more: its folder was deleted, moved or renamed.")
         return entry
 
@@ -105,8 +105,7 @@ class ResultFinder:
                     seen += 1
                     if seen > _MOST_FOLDERS:
                         break
-                    is_run = (folder / MARK).is_file() and (folder / "recipe.yaml").is_file()
-                    if is_run:
+                    if is_run(folder):
                         # A run's other folders hold no results, and checkpoints may have thousands of files.
                         entries += _find_in(folder / PROFILE, root)
                         continue
@@ -117,7 +116,7 @@ class ResultFinder:
 
 
 def _find_in(folder: Path, root: Path) -> list[ResultEntry]:
-    if folder.is_symlink():
+    if os.path.islink(folder):
         return []
     entries = []
     for name in KINDS:
@@ -126,7 +125,7 @@ def _find_in(folder: Path, root: Path) -> list[ResultEntry]:
             changed = file.stat().st_mtime
         except OSError:
             continue
-        if not file.is_file() or file.is_symlink():
+        if not os.path.isfile(file) or os.path.islink(file):
             continue
         shown = str(folder.relative_to(root)) if folder != root else root.name
         id = hashlib.blake2b(os.fsencode(file), digest_size=8).hexdigest()
@@ -150,8 +149,10 @@ def read_page(file: Path) -> str:
         HTTPException: 404, there is no such page, or preheat did not write it.
     """
     try:
-        if file.is_symlink() or not file.is_file():
-            raise HTTPException(404, f"{file.name} does not exist; run the command of the result again.")
+        if not file.is_file() or not is_in_place(file):
+            raise HTTPException(
+                404, f"{file.name} does not exist, or is a link, which is not followed; run the command again."
+            )
         if file.stat().st_size > _LARGEST_PAGE:
             raise HTTPException(404, f"{file.name} has more than {_LARGEST_PAGE >> 20} MiB; preheat did not write it.")
         text = file.read_text(encoding="utf-8", errors="replace")

@@ -31,6 +31,7 @@ from preheat.run.reader import Reader
 from preheat.web.index import list_keys, read_marks, summarize
 from preheat.web.judgement import Evidence, Judgement, judge
 from preheat.web.labels import add_labels
+from preheat.web.limits import LARGEST_FILE
 from preheat.web.settings import state_of
 from preheat.web.stop import explain_unreachable, send_request
 from preheat.web.templating import render
@@ -51,7 +52,7 @@ _MOST_EVENTS = 200
 """Events in the list; charts mark them all."""
 _SILENT_S = 20.0
 """Seconds without a status after which a rank counts as silent; it publishes one every 5 s."""
-_MOST_KEPT = 32
+_MOST_KEPT = 16
 """Runs whose rendered sections and records stay in memory."""
 _SAMPLES = 6
 """Newest samples of the machine that are judged: those of a minute."""
@@ -150,7 +151,7 @@ _Value = TypeVar("_Value")
 
 
 async def _show(request: Request) -> Response:
-    entry = _find(request)
+    entry = await _find(request)
     live, keys = await run_in_threadpool(lambda: (_read_live(entry), list_keys(entry)))
     curves = [(key, title) for key, title in _CURVES.items() if key in keys or key == "loss"]
     more = [key for key in keys if key not in _CURVES]
@@ -158,12 +159,12 @@ async def _show(request: Request) -> Response:
 
 
 async def _show_live(request: Request) -> Response:
-    entry = _find(request)
+    entry = await _find(request)
     return render(request, "_run_live.html", entry=entry, **vars(await run_in_threadpool(_read_live, entry)))
 
 
 async def _show_timeline(request: Request) -> Response:
-    entry = _find(request)
+    entry = await _find(request)
     rows = await run_in_threadpool(lambda: _group_marks(read_marks(entry)))
     left_out = max(0, len(rows) - _MOST_EVENTS)
     begin = next((row.time for row in rows if row.time is not None), None)
@@ -172,7 +173,7 @@ async def _show_timeline(request: Request) -> Response:
 
 
 async def _show_details(request: Request) -> Response:
-    entry = _find(request)
+    entry = await _find(request)
     details = await run_in_threadpool(_read_details, entry.path)
     return render(request, "_run_details.html", details=details)
 
@@ -186,7 +187,7 @@ async def _save(request: Request) -> Response:
 
 
 async def _request(request: Request, what: str) -> Response:
-    entry = _find(request)
+    entry = await _find(request)
     try:
         message, is_bad = await run_in_threadpool(send_request, entry.path, "stop" if what == "stop" else "save"), False
     except RunError as error:
@@ -194,14 +195,14 @@ async def _request(request: Request, what: str) -> Response:
     return render(request, "_run_message.html", message=message, is_bad=is_bad)
 
 
-def _find(request: Request) -> RunEntry:
-    return state_of(request).catalogue.find(request.path_params["id"])
+async def _find(request: Request) -> RunEntry:
+    return await run_in_threadpool(state_of(request).catalogue.find, request.path_params["id"])
 
 
 def _read_live(entry: RunEntry) -> _Live:
     try:
         run = add_labels(summarize(entry))
-        reader = Reader(entry.path)
+        reader = Reader(entry.path, largest=LARGEST_FILE)
         status = reader.status()
         is_live = run.state == "running"
         judgement = judge(_collect_evidence(reader, run, is_live=is_live))
@@ -253,7 +254,7 @@ def _store(cache: dict[Path, _Value], run: Path, value: _Value) -> None:
 def _read_profile(run: Path) -> StepProfile | None:
     """Returns the profile of a run; None without an intact one, which the report's page of it explains."""
     try:
-        return read_record(StepProfile, parse_json(read_bytes(run / PROFILE / "profile.json")))
+        return read_record(StepProfile, parse_json(read_bytes(run / PROFILE / "profile.json", LARGEST_FILE)))
     except (ValueError, OSError):
         return None
 
@@ -309,8 +310,8 @@ def _read_details(run: Path) -> _Details:
     known = _details.get(run)
     if known is not None and known.signature == signature:
         return known
-    figures = collect(run, with_curves=False)
-    plan = Reader(run).plan
+    figures = collect(run, with_curves=False, largest=LARGEST_FILE)
+    plan = Reader(run, largest=LARGEST_FILE).plan
     parts = (
         ("memory", "Memory by phase", _render_memory(plan, figures) + run_page.render_fallbacks(figures.events)),
         ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _render_evaluation(figures)),

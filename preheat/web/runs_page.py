@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from preheat.errors import RunError
 from preheat.report.formatting import relative_error
-from preheat.web.form_body import read_form
+from preheat.web.forms import read_form
 from preheat.web.index import summarize
 from preheat.web.labels import Labels, add_labels, change_labels, parse_tags
 from preheat.web.settings import state_of
@@ -189,6 +189,7 @@ async def _render_runs(request: Request, shown: Filter, *, problems: Sequence[st
         columns=COLUMNS,
         shown=shown,
         is_cut_off=catalogue.is_cut_off,
+        linked=catalogue.linked,
         compare_with_plan=compare_with_plan,
         problems=problems,
         done=done,

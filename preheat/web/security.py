@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hmac
-from http.cookies import SimpleCookie
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Guard:
                 "with --allow-host NAME.\n",
                 403,
             )
-        if int(_read_length(headers)) > _LARGEST_BODY:
+        if _read_length(headers) > _LARGEST_BODY:
             return PlainTextResponse("The request is larger than 1 MiB.\n", 413)
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = dict(query).get("token")
@@ -94,10 +94,9 @@ class Guard:
                 settings.cookie, settings.token, httponly=True, samesite="strict", path=f"{settings.prefix}/"
             )
             return redirect
-        cookies: SimpleCookie = SimpleCookie()
-        cookies.load(headers.get("cookie", ""))
-        cookie = cookies.get(settings.cookie)
-        if cookie is None or not _is_equal(cookie.value, settings.token):
+        # As browsers read them: a cookie of another server on this host, of any form, must not hide ours.
+        cookie = cookie_parser(headers.get("cookie", "")).get(settings.cookie, "")
+        if not _is_equal(cookie, settings.token):
             return PlainTextResponse(
                 "Open the address that preheat ui printed when it started: it contains the token that this page "
                 "needs.\n",
@@ -126,7 +125,7 @@ def _name_of(host: str) -> str:
 
 def _read_length(headers: Headers) -> int:
     text = headers.get("content-length", "0")
-    return int(text) if text.isdigit() else _LARGEST_BODY + 1
+    return int(text) if text.isascii() and text.isdigit() else _LARGEST_BODY + 1
 
 
 def _is_equal(given: str, secret: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from preheat.files import parse_json, to_json, write_user_file
 from preheat.run.layout import MARK
 from preheat.sanitize import quote_value
 from preheat.web.choices import load_choices
-from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_form, read_number
+from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.plan_page import find_file, list_data_choices, read_recipe
 from preheat.web.settings import state_of
@@ -157,11 +158,12 @@ def _choose_name(state: State, name: str) -> str:
 
 
 def _is_taken(run: Path) -> bool:
-    return run.exists() or run.with_name(f"{run.name}.yaml").exists() or run.with_name(f"{run.name}.log").exists()
+    # A link that leads nowhere yet is a name as well: what is written under it would be written elsewhere.
+    return any(map(os.path.lexists, (run, run.with_name(f"{run.name}.yaml"), run.with_name(f"{run.name}.log"))))
 
 
 async def _train(request: Request) -> Response:
-    form = await read_form(request)
+    form = await read_values(request)
     try:
         training = await run_in_threadpool(_queue, state_of(request), form)
     except (PreheatError, HTTPException) as error:
@@ -263,12 +265,15 @@ async def _render_training(request: Request, template: str) -> Response:
 
 async def _cancel_training(request: Request) -> Response:
     id = request.path_params["id"]
-    await run_in_threadpool(state_of(request).jobs.cancel_training, id)
+    try:
+        await run_in_threadpool(state_of(request).jobs.cancel_training, id)
+    except RunError as error:
+        return render(request, "_problem.html", message=str(error))
     return await _show_queue(request)
 
 
 async def _launch(request: Request) -> Response:
-    form = await read_form(request)
+    form = await read_values(request)
     try:
         job = await run_in_threadpool(_write_job, state_of(request), form)
     except (PreheatError, HTTPException) as error:

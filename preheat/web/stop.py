@@ -20,6 +20,7 @@ from preheat.core.run_records import ProcessStatus
 from preheat.errors import RunError
 from preheat.hardware.child_processes import catches_signal
 from preheat.run.reader import Reader
+from preheat.web.limits import LARGEST_FILE
 
 __all__ = ["Request", "explain_unreachable", "send_request"]
 
@@ -85,7 +86,7 @@ def _find_process(folder: Path) -> tuple[ProcessStatus, psutil.Process]:
     Raises:
         RunError: it is not known, on another machine, or not the one that the run names.
     """
-    status, holders = Reader(folder).status(), _find_lock_holders(folder / "lock")
+    status, holders = Reader(folder, largest=LARGEST_FILE).status(), _find_lock_holders(folder / "lock")
     if status is None and holders == set():
         raise RunError(_ENDED)
     if status is None:

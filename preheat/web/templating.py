@@ -92,4 +92,5 @@ def render(request: Request, template: str, status: int = 200, **values: object)
         .get_template(template)
         .render(url=url, csrf=settings.csrf_token, path=request.url.path, settings=settings, **values)
     )
-    return HTMLResponse(markup, status)
+    # Names of files may hold bytes that are no text, and JSON lone surrogates; UTF-8 has neither.
+    return HTMLResponse(markup.encode("utf-8", "replace"), status)

@@ -14,6 +14,7 @@ from typing import Literal
 from starlette.exceptions import HTTPException
 
 from preheat.run.layout import MARK
+from preheat.web.catalogue import is_in_place
 
 __all__ = ["FileKind", "UserFile", "UserFiles"]
 
@@ -70,7 +71,7 @@ class UserFiles:
             HTTPException: 404, there is none of this kind; it may have been deleted.
         """
         for file in self.list_files(kind):
-            if file.id == id and file.path.exists():
+            if file.id == id and os.path.exists(file.path) and is_in_place(file.path):
                 return file
         raise HTTPException(404, f"This {kind} file does not exist any more; choose another one.")
 
@@ -98,7 +99,7 @@ class UserFiles:
                 for name in names:
                     suffix = os.path.splitext(name)[1].lower()
                     file = folder / name
-                    if name.startswith(".") or suffix not in _DATA | _RECIPES or file.is_symlink():
+                    if name.startswith(".") or suffix not in _DATA | _RECIPES or os.path.islink(file):
                         continue
                     yield _describe(file, root, "data" if suffix in _DATA else "recipe")
 

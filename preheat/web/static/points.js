@@ -1,4 +1,4 @@
-// Forms: errors of the server, and the points of a plan, whose recipe and reasons are shown beside them.
+// The points of a plan, whose recipe and reasons are shown beside them.
 "use strict";
 
 function choosePoint(point) {
@@ -34,15 +34,4 @@ document.addEventListener("keydown", (event) => {
     return;
   }
   event.preventDefault();
-});
-
-// An answer that is an error: what the server says, in the place of the result.
-document.addEventListener("htmx:responseError", (event) => {
-  const target = document.getElementById("result");
-  const page = new DOMParser().parseFromString(event.detail.xhr.responseText, "text/html");
-  const message = document.createElement("p");
-  message.className = "notice bad";
-  message.setAttribute("role", "alert");
-  message.textContent = page.querySelector(".notice")?.textContent || page.body.textContent.trim().slice(0, 500);
-  target?.replaceChildren(message);
 });
