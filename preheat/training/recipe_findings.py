@@ -32,7 +32,7 @@ class _Checks:
         except TechniqueError as error:
             self.findings += map(_describe_problem, error.problems)
         except PreheatError as error:
-            self.findings += [Finding(part, Severity.STOPS, line) for line in str(error).split("\n")]
+            self.findings += [Finding(part, Severity.STOPS, line) for line in map(str, error.args[0].splitlines())]
         return None
 
 

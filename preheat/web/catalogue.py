@@ -21,6 +21,8 @@ _MOST_FOLDERS = 20_000
 """Folders to look into; a home folder with more is cut off, and the page says so."""
 _FRESH_S = 2.0
 """Seconds for which the list of folders is used again."""
+_FRESH_TO_FIND_S = 0.25
+"""The same, for a run that is not in it."""
 _SKIPPED = frozenset({"checkpoints", "tokenizer", "profile", "tracking", "node_modules", "__pycache__"})
 _UNREAD = frozenset({"checkpoints", "tokenizer", "tracking"})
 """Folders of a run that the server does not read: they may be links, as to a larger disk."""
@@ -57,10 +59,10 @@ class Catalogue:
         self._listed = -_FRESH_S
         self._lock = threading.Lock()
 
-    def list_runs(self) -> list[RunEntry]:
-        """Returns all runs, sorted by name; the folders are read again if the last reading is older than 2 s."""
+    def list_runs(self, fresh_s: float = _FRESH_S) -> list[RunEntry]:
+        """Returns all runs, sorted by name; the folders are read again if the last reading is older than `fresh_s`."""
         with self._lock:
-            if time.monotonic() - self._listed >= _FRESH_S:
+            if time.monotonic() - self._listed >= fresh_s:
                 self._entries = {entry.id: entry for entry in self._find()}
                 self._listed = time.monotonic()
             return list(self._entries.values())
@@ -73,7 +75,8 @@ class Catalogue:
         """
         entry = self._entries.get(id)
         if entry is None:
-            self.list_runs()
+            # It may be newer than the list. Ids that do not exist cost a listing each, at most four a second.
+            self.list_runs(_FRESH_TO_FIND_S)
             entry = self._entries.get(id)
         if entry is None or not is_run(entry.path) or not is_in_place(entry.path) or self._find_link(entry.path):
             raise HTTPException(404, "This run does not exist any more: its folder was deleted, moved or renamed.")

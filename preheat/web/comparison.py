@@ -145,4 +145,4 @@ def estimate_difference(first: Estimate, second: Estimate) -> Estimate:
         return Estimate(value)
     low = value - math.hypot(second.value - second.low, first.high - first.value)
     high = value + math.hypot(second.high - second.value, first.value - first.low)
-    return Estimate(value, round(low, 12), round(high, 12))
+    return Estimate(value, round(low, 12) + 0.0, round(high, 12) + 0.0)  # without a negative zero

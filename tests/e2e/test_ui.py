@@ -32,7 +32,7 @@ def test_the_printed_address_opens_and_ctrl_c_ends_the_server(preheat: Command) 
         url = lines[0].removeprefix("preheat ui: ").strip()
         port = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=[\w-]{32}", url)[1]
         assert lines[1].startswith(f"from another machine: ssh -L {port}:127.0.0.1:{port} ")
-        assert "There are no runs in runs." in open_page(url)
+        assert "There are no runs in runs yet." in open_page(url)
         with pytest.raises(urllib.error.HTTPError, match="403"):
             open_page(url.partition("?")[0])
     finally:
@@ -65,7 +65,7 @@ def test_a_server_for_all_addresses_is_warned_of(preheat: Command) -> None:
     try:
         assert process.stderr.readline().startswith("warning: --host 0.0.0.0: everyone who can reach this machine")
         url = process.stdout.readline().removeprefix("preheat ui: ").strip()
-        assert "There are no runs" in open_page(url)
+        assert "There are no runs in runs yet." in open_page(url)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)

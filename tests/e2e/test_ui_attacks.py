@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,40 +174,5 @@ def test_what_is_typed_into_forms_is_no_option_and_no_path(client: TestClient, r
 def test_cookies_of_other_servers_on_this_host_do_not_lock_out(client: TestClient) -> None:
     client.cookies.clear()
     for other in ("a/b=1", 'x={"y": "z w"}', "expires=1", "\xb2"):
-        answer = client.get("/", headers={"cookie": f"{other}; preheat-ui-1=token".encode("latin-1").decode("latin-1")})
+        answer = client.get("/", headers={"cookie": f"{other}; preheat-ui-1=token".encode("latin-1")})
         assert answer.status_code == 200, other
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_sees_what_may_be_read(tmp_path: Path) -> None:
-    """Folders and files without permission are left out, and a cache that cannot be written is a sentence."""
-    script = """
-import os, sys
-from pathlib import Path
-from starlette.testclient import TestClient
-from preheat.web.app import create_app
-from preheat.web.settings import Settings
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-client = TestClient(create_app(Settings((Path(sys.argv[1]),), "t", 1, frozenset({"testserver"}))))
-page = client.get("/?token=t")
-print(page.status_code, page.text)
-"""
-    runs = tmp_path / "runs"
-    write_run(runs / "shown")
-    write_run(runs / "closed").chmod(0o700)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == 0 and str(folder).startswith("/tmp/"):
-            folder.chmod(0o755)
-    for cache, status, text in ((tmp_path / "none", 400, "cannot write the index"), (tmp_path / "open", 200, "shown")):
-        if status == 200:
-            cache.mkdir()
-            cache.chmod(0o777)
-        out = subprocess.run(
-            [sys.executable, "-c", script, str(runs)],
-            env={**os.environ, "PREHEAT_CACHE": str(cache)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        assert out.startswith(str(status)), out
-        assert text in out

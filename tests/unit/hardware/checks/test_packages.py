@@ -16,6 +16,9 @@ from preheat.hardware.checks.packages import (
     check_torch_copies,
 )
 
+# Of setuptools, if another test has imported distutils before; a real check has a process of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")
+
 
 def add_torch(folder: Path, version: str, *, code: bool = True) -> str:
     """Writes what an installation of torch has, without its libraries."""

@@ -68,7 +68,10 @@ def test_findings_keep_the_order_of_probes_and_failures_are_findings(tmp_path: P
     assert not is_alive(int(pid.read_text())), "what a check started ends with it"
 
 
-def test_an_interruption_ends_all_checks(tmp_path: Path) -> None:
+def test_an_interruption_ends_all_checks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    # A process in the background of a shell ignores the signal.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
     pid = tmp_path / "pid"
 
     def interrupt() -> None:
