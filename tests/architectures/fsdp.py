@@ -37,8 +37,11 @@ def compare(subjects: list[Subject], folder: Path) -> dict[str, tuple[bool, str]
     Returns:
         Name -> True if it is as it should be, and the reason of a refusal or of the fault; "" if it works.
     """
-    # Adam's first steps divide by gradients that are hardly there: losses and norms are what is compared.
-    cases = [Sharded(s.name, "fsdp: {}", norm=1e-3, weights=1.0, model=str(s.folder / "model")) for s in subjects]
+    # Adam's first steps divide by gradients that are hardly there: losses and norms are what is compared. Through them
+    # the losses of Gemma 4 differ by 1.4e-5 with AVX2.
+    cases = [
+        Sharded(s.name, "fsdp: {}", loss=3e-5, norm=1e-3, weights=1.0, model=str(s.folder / "model")) for s in subjects
+    ]
     results = run(cases, 2, folder, timeout=1800)
     cells = {}
     for case, found in zip(cases, results, strict=True):

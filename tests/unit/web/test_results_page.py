@@ -52,7 +52,10 @@ def test_foreign_pages_links_and_paths_are_not_shown(folder: Path, tmp_path: Pat
         assert client.get(f"{url}/{path}").status_code in (400, 404)
     page = folder / "deep" / "lr" / "lr-range.html"
     page.unlink()
-    assert "lr-range.html does not exist, or is a link, which is not followed; run the command again." in client.get(url).text
+    assert (
+        "lr-range.html does not exist, or is a link, which is not followed; run the command again."
+        in client.get(url).text
+    )
     page.symlink_to(tmp_path / "secret.html")
     assert client.get(f"{url}/file").status_code == 404
     page.unlink()
