@@ -14,6 +14,7 @@ from preheat.errors import PreheatError, RecipeError
 from preheat.files import to_json
 from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, fill, read_number, read_values
+from preheat.web.job_routes import build_job_routes
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.plan_page import choose_recipe, find_file, list_data_choices, read_page_body
 from preheat.web.settings import state_of
@@ -35,8 +36,7 @@ def routes() -> list[Route]:
     return [
         Route("/data", _show, methods=["GET"]),
         Route("/data", _start, methods=["POST"]),
-        Route("/data/jobs/{id}", _show_job),
-        Route("/data/jobs/{id}/cancel", _cancel, methods=["POST"]),
+        *build_job_routes("/data/jobs", _render_job),
     ]
 
 
@@ -105,17 +105,6 @@ def _preview(state: State, values: Mapping[str, str], fields: Mapping[str, Field
         options.append(f"--set=data.source={to_json(find_file(state, values['data']))}")
     command = ["data", "--json", *options, "--", recipe]
     return state.jobs.start(f"Data of {values['recipe'] if cwd is None else recipe}", command, folder=folder, cwd=cwd)
-
-
-async def _show_job(request: Request) -> Response:
-    return await _render_job(request, state_of(request).jobs.find(request.path_params["id"]))
-
-
-async def _cancel(request: Request) -> Response:
-    job = state_of(request).jobs.find(request.path_params["id"])
-    await run_in_threadpool(job.cancel)
-    await run_in_threadpool(job.wait, 10.0)
-    return await _render_job(request, job)
 
 
 async def _render_job(request: Request, job: Job) -> Response:

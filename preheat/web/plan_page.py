@@ -20,6 +20,7 @@ from preheat.files import parse_json, read_bytes, read_record, to_json
 from preheat.sanitize import format_memory, quote_value
 from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
+from preheat.web.job_routes import build_job_routes
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.scatter import Point, Scatter, arrange
 from preheat.web.settings import state_of
@@ -57,8 +58,7 @@ def routes() -> list[Route]:
     return [
         Route("/plan", _show, methods=["GET"]),
         Route("/plan", _start, methods=["POST"]),
-        Route("/plan/jobs/{id}", _show_job),
-        Route("/plan/jobs/{id}/cancel", _cancel, methods=["POST"]),
+        *build_job_routes("/plan/jobs", _render_job),
         Route("/plan/jobs/{id}/candidates/{number}", _show_candidate),
         Route("/plan/jobs/{id}/recipe.yaml", _send_recipe),
     ]
@@ -274,17 +274,6 @@ def _build_arguments(
         arguments.append(f"--solve={'batch.seq_len' if find == 'length' else 'batch.size'}")
     files = [f"--out={folder / _RECIPE}", f"--html={folder / _PAGE}", f"--figures={folder / _FIGURES}"]
     return [*arguments, *files, "--", what]
-
-
-async def _show_job(request: Request) -> Response:
-    return await _render_job(request, state_of(request).jobs.find(request.path_params["id"]))
-
-
-async def _cancel(request: Request) -> Response:
-    job = state_of(request).jobs.find(request.path_params["id"])
-    await run_in_threadpool(job.cancel)
-    await run_in_threadpool(job.wait, 10.0)
-    return await _render_job(request, job)
 
 
 async def _render_job(request: Request, job: Job) -> Response:

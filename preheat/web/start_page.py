@@ -20,6 +20,7 @@ from preheat.run.layout import MARK
 from preheat.sanitize import quote_value
 from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
+from preheat.web.job_routes import build_job_routes
 from preheat.web.jobs import JobState, read_answer
 from preheat.web.plan_page import find_file, list_data_choices, read_recipe
 from preheat.web.settings import state_of
@@ -62,8 +63,7 @@ def routes() -> list[Route]:
         Route("/start", _train, methods=["POST"]),
         Route("/start/queue", _show_queue),
         Route("/start/launch", _launch, methods=["POST"]),
-        Route("/start/launch/{id}", _show_launch),
-        Route("/start/launch/{id}/cancel", _cancel_launch, methods=["POST"]),
+        *build_job_routes("/start/launch", _render_launch),
         Route("/start/trainings/{id}", _show_training),
         Route("/start/trainings/{id}/state", _show_training_state),
         Route("/start/trainings/{id}/cancel", _cancel_training, methods=["POST"]),
@@ -305,17 +305,6 @@ def _write_job(state: State, form: Mapping[str, str]) -> Job:
             options.append(f"--{field.name.replace('_', '-')}={form[field.name]}")
     arguments = ["launch", "--json", f"--scheduler={scheduler}", *options, "--", recipe]
     return state.jobs.start(f"Job for {_SCHEDULERS[scheduler]}", arguments, folder=folder, cwd=cwd, limit_s=120.0)
-
-
-async def _show_launch(request: Request) -> Response:
-    return await _render_launch(request, state_of(request).jobs.find(request.path_params["id"]))
-
-
-async def _cancel_launch(request: Request) -> Response:
-    job = state_of(request).jobs.find(request.path_params["id"])
-    await run_in_threadpool(job.cancel)
-    await run_in_threadpool(job.wait, 10.0)
-    return await _render_launch(request, job)
 
 
 async def _render_launch(request: Request, job: Job) -> Response:
