@@ -19,7 +19,7 @@ __all__ = ["Choices", "load_choices"]
 
 @dataclass(frozen=True)
 class Choices:
-    """What a form offers that does not depend on the folders."""
+    """Choices of the forms that do not depend on the folders."""
 
     models: tuple[Choice, ...]
     recipes: tuple[Choice, ...]

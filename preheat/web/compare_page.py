@@ -91,8 +91,8 @@ def _read(catalogue: Catalogue, ids: Sequence[str]) -> _Compared:
     if len(ids) == 1:
         problems.append("One run is selected; tick two or more in the table of runs to see their differences.")
     runs = tuple(add_labels(summarize(entry)) for entry in entries)
-    found = dict.fromkeys(key for entry in entries for key in list_keys(entry))
-    keys = (*(key for key in _KEYS if key in found), *(key for key in found if key not in _KEYS))
+    recorded = dict.fromkeys(key for entry in entries for key in list_keys(entry))
+    keys = (*(key for key in _KEYS if key in recorded), *(key for key in recorded if key not in _KEYS))
     folders: list[Path] = [entry.path for entry in entries]
     comparison = compare_runs(folders, [run.name for run in runs])
     return _Compared(runs, keys, comparison, (*problems, *comparison.problems))

@@ -390,7 +390,7 @@ class _RunIndex:
             return
         line = (to_json(mark) + "\n").encode()
         with (self.folder / "marks.jsonl").open("ab") as file:
-            # What lies beyond was left by a process that ended before it saved the index.
+            # A process that ended before it saved the index left the rest.
             if file.tell() != self.session.marks_bytes:
                 file.truncate(self.session.marks_bytes)
                 file.seek(self.session.marks_bytes)
@@ -456,7 +456,7 @@ _STEP_FIELDS = (
 
 
 def _list_step_values(line: StepMetrics) -> dict[str, float]:
-    """Returns the numbers of a step; infinity stands for one that was not finite."""
+    """Returns the numbers of a step; numbers that are not finite become infinity."""
     values: dict[str, float] = {}
     for key in _STEP_FIELDS:
         value = getattr(line, key)

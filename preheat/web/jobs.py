@@ -218,7 +218,7 @@ class Job:
             else:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(min(1.0, max(0.0, self.limit_s - self.seconds) + 0.01))
-        # What it left behind: a child of it would hold the pipes open.
+        # Its children, which would hold the pipes open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         for reader in readers:

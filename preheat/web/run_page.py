@@ -278,12 +278,12 @@ def _list_ranks(status: ProcessStatus | None, now: float) -> list[_Rank]:
 def _build_resume_command(reader: Reader) -> str:
     """Returns the shell command that resumes a run with its own recipe."""
     environment = reader.environment
-    words = ["preheat", "train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
+    arguments = ["preheat", "train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
     if (processes := environment.processes or 1) > 1:
-        words += ["--nproc", str(processes)]
+        arguments += ["--nproc", str(processes)]
     if "--trust-remote-code" in (environment.command or "").split():
-        words.append("--trust-remote-code")
-    return shlex.join(words)
+        arguments.append("--trust-remote-code")
+    return shlex.join(arguments)
 
 
 def _group_marks(marks: Sequence[Mark]) -> list[_EventRow]:

@@ -43,7 +43,7 @@ FOR_PAGES = tuple(
         "hardware.child_processes",
     )
 )
-"""What the dashboard may import; all of it is free of torch."""
+"""The modules that the dashboard may import: none of them imports torch."""
 HEAVY = {"torch", "transformers", "numpy", "datasets", "peft", "tokenizers", "pyarrow", "pandas", "matplotlib"}
 LIGHT = [
     "preheat",
