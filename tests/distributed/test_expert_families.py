@@ -23,8 +23,9 @@ WIDTH = "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: t
 def compare(names: list[str], world: int, scale: str, folder: Path) -> None:
     write_data(folder)
     subjects = [Subject(name, folder) for name in names]
-    # Adam's first steps divide by gradients that are hardly there: losses and norms are what is compared.
-    cases = [Sharded(s.name, scale, norm=1e-3, weights=1.0, model=str(s.folder / "model")) for s in subjects]
+    # Adam's first steps divide by gradients that are hardly there: losses and norms are what is compared. The losses of
+    # MiniMax M2, equal in the first step, differ by 1.2e-5 after five with AVX2.
+    cases = [Sharded(s.name, scale, loss=3e-5, norm=1e-3, weights=1.0, model=str(s.folder / "model")) for s in subjects]
     for case, found in zip(cases, run(cases, world, folder, timeout=600), strict=True):
         if case.family in OWN_CODE:
             assert all(OWN_CODE[case.family] in result["refused"] for result in found[1:])
