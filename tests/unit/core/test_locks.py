@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import preheat
@@ -72,6 +73,22 @@ def test_the_second_lock_adds_what_development_needs() -> None:
     assert first.keys() & second.keys() == set()
     development = [Requirement(line) for line in project()["optional-dependencies"]["dev"]]
     assert needed([*running(), *development]) - first.keys() - second.keys() == set()
+
+
+def test_every_locked_release_runs_on_the_oldest_python() -> None:
+    # Debian 12 has Python 3.11.2: a release that asks for 3.11.5 stops `make test` there.
+    oldest = "3.11.0"
+    assert SpecifierSet(project()["requires-python"]).contains(oldest)
+    refusing = {}
+    for name, requirement in {**locked("requirements.lock"), **locked("requirements-dev.lock")}.items():
+        try:
+            metadata = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform, or not installed
+        pythons = metadata["Requires-Python"]
+        if requirement.specifier.contains(metadata["Version"]) and not SpecifierSet(pythons or "").contains(oldest):
+            refusing[name] = pythons
+    assert refusing == {}
 
 
 def at_start(body: list[ast.stmt]) -> Iterator[str]:
