@@ -109,7 +109,7 @@
       this.svg.setAttribute("role", "img");
       this.table = create("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Values: ${this.title}` });
       this.details = create("details", {}, create("summary", {}, "Values as a table"), this.table);
-      this.details.addEventListener("toggle", () => this.fillTable());
+      this.details.addEventListener("toggle", () => this.details.open && this.fillTable());
       figure.append(create("div", { class: "chart-title" }, heading, this.value), this.legend, this.svg, this.buildTools(), this.details);
       this.svg.addEventListener("keydown", (event) => this.press(event));
       this.svg.addEventListener("pointerdown", (event) => this.startSelection(event));
@@ -349,14 +349,13 @@
       }
     }
 
-    // Events have steps only, so they are not drawn over tokens and hours.
     drawMarks(place) {
       this.shownMarks = [];
-      if (this.axis !== "step") return;
       const seen = new Set();
       for (const event of this.marks) {
-        if (event.step === null || event.step < place.first || event.step > place.last) continue;
-        const x = Math.round(place.x(event.step));
+        const at = event[this.axis];
+        if (at === null || at < place.first || at > place.last) continue;
+        const x = Math.round(place.x(at));
         const name = `${x} ${event.is_bad}`;
         this.shownMarks.push({ x, event });
         if (seen.has(name)) continue;
@@ -386,7 +385,7 @@
     }
 
     fillTable() {
-      if (!this.details.open || !this.drawn) return;
+      if (!this.drawn) return;
       const head = create("tr", {}, create("th", { class: "n", scope: "col" }, AXES[this.axis]), ...this.drawn.map((curve) => create("th", { class: "n", scope: "col" }, curve.name)));
       const all = [...new Set(this.drawn.flatMap((curve) => curve.x))].sort((a, b) => a - b);
       const rows = Math.min(TABLE_ROWS, all.length);
@@ -510,6 +509,10 @@
   };
   document.body.addEventListener("preheat:change", (event) => {
     for (const figure of document.querySelectorAll("figure.chart[data-runs]")) drawn.get(figure)?.update(event.detail.ids);
+  });
+  // The page is about to be saved as a file, in which a closed table is opened without this script.
+  document.addEventListener("preheat:save", () => {
+    for (const figure of document.querySelectorAll("figure.chart[data-runs]")) drawn.get(figure)?.fillTable();
   });
   // Fragments that htmx brings may have charts.
   document.body.addEventListener("htmx:load", (event) => start(event.detail.elt));
