@@ -1,6 +1,6 @@
 // Draws <figure class="chart" data-runs="ID,ID" data-key="loss" data-x="step"> and keeps it up to date.
 //
-// Further attributes: data-title; data-names, a JSON list of the runs' names; data-unit, "gib" for bytes;
+// Further attributes: data-title; data-names, a JSON list of the runs' names;
 // data-smoothing, from 0 to 0.99; data-marks="off", without events. The server sends each curve in as many bins as the
 // chart is wide, with the extremes of each, so that zooming reads the part that is shown in full. data-tools="off" leaves
 // out smoothing, axis and scale, for small charts side by side.
@@ -15,7 +15,7 @@
     tokens_per_second: "Tokens per second",
     gradient_norm: "Gradient norm",
     lr: "Learning rate",
-    memory: "Memory in use after a step, GiB",
+    memory: "Memory after each step",
     seconds: "Seconds per step",
   };
   const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours of training" };
@@ -82,7 +82,7 @@
       this.ids = figure.dataset.runs.split(",").filter(Boolean);
       this.key = figure.dataset.key;
       this.axis = figure.dataset.x || "step";
-      this.scale = figure.dataset.unit === "gib" || this.key === "memory" ? 1 / 2 ** 30 : 1;
+      this.scale = 1;
       this.title = figure.dataset.title || TITLES[this.key] || this.key.replaceAll("_", " ").replaceAll("/", ": ");
       this.smoothing = Number(figure.dataset.smoothing || 0);
       this.isLog = false;
@@ -101,8 +101,8 @@
       const { figure } = this;
       figure.replaceChildren();
       this.value = create("p", { class: "chart-value" });
-      const heading = create("h3", { id: `chart-${this.number}` }, this.title);
-      figure.setAttribute("aria-labelledby", heading.id);
+      this.heading = create("h3", { id: `chart-${this.number}` }, this.title);
+      figure.setAttribute("aria-labelledby", this.heading.id);
       this.legend = create("ul", { class: "legend" });
       this.svg = document.createElementNS(SVG, "svg");
       this.svg.setAttribute("tabindex", "0");
@@ -110,7 +110,7 @@
       this.table = create("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Values: ${this.title}` });
       this.details = create("details", {}, create("summary", {}, "Values as a table"), this.table);
       this.details.addEventListener("toggle", () => this.details.open && this.fillTable());
-      figure.append(create("div", { class: "chart-title" }, heading, this.value), this.legend, this.svg, this.buildTools(), this.details);
+      figure.append(create("div", { class: "chart-title" }, this.heading, this.value), this.legend, this.svg, this.buildTools(), this.details);
       this.svg.addEventListener("keydown", (event) => this.press(event));
       this.svg.addEventListener("pointerdown", (event) => this.startSelection(event));
       this.svg.addEventListener("pointermove", (event) => this.point(event));
@@ -167,6 +167,7 @@
         if (!this.names) this.names = await this.findNames();
         if (isShown !== this.request) return; // a later request was faster
         this.curves = curves;
+        if (this.key === "memory") this.chooseUnit();
         this.marks = marks;
         this.error = "";
       } catch (error) {
@@ -174,6 +175,14 @@
         this.error = error.message;
       }
       this.render();
+    }
+
+    // The unit of the largest value, so that axes have short numbers.
+    chooseUnit() {
+      const most = Math.max(0, ...this.curves.flatMap((curve) => curve.high || curve.mean));
+      const unit = most >= 2 ** 30 ? "GiB" : "MiB";
+      this.scale = unit === "GiB" ? 1 / 2 ** 30 : 1 / 2 ** 20;
+      this.heading.textContent = `${this.title}, ${unit}`;
     }
 
     async fetch(path) {
