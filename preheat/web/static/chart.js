@@ -225,6 +225,9 @@
             name: this.names[n],
             colour: `var(--series-${(n % COLOURS) + 1})`,
             x: curve.x,
+            // Of the whole run: the first and the last bin have their x in the middle, and events would be outside.
+            first: Math.min(curve.first ?? curve.x[0], curve.x[0]),
+            last: Math.max(curve.last ?? curve.x.at(-1), curve.x.at(-1)),
             mean,
             low: curve.low ? scaled(curve.low) : null,
             high: curve.high ? scaled(curve.high) : null,
@@ -262,8 +265,8 @@
       // Quantities that are never negative get no axis below zero.
       low = !this.isLog && low >= 0 && low < margin ? 0 : low - margin;
       high += margin;
-      const first = this.range ? this.range[0] : curves.map((curve) => curve.x[0]).reduce((a, b) => Math.min(a, b));
-      let last = this.range ? this.range[1] : curves.map((curve) => curve.x.at(-1)).reduce((a, b) => Math.max(a, b));
+      const first = this.range ? this.range[0] : curves.map((curve) => curve.first).reduce((a, b) => Math.min(a, b));
+      let last = this.range ? this.range[1] : curves.map((curve) => curve.last).reduce((a, b) => Math.max(a, b));
       if (last <= first) last = first + 1;
       let ticks = listTicks(low, high, height / 45);
       const label = (tick) => format(this.isLog ? 10 ** tick : +tick.toPrecision(12));
@@ -283,7 +286,7 @@
         draw(svg, "text", { x: left - 6, y: y + 4, "text-anchor": "end" }, label(tick));
       }
       draw(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
-      ticks = listTicks(first, last, Math.max(2, (right - left) / 110));
+      ticks = listTicks(first, last, Math.max(2, (right - left) / 75));
       for (const tick of ticks) {
         const anchor = place.x(tick) > right - 24 ? "end" : place.x(tick) < left + 12 ? "start" : "middle";
         draw(svg, "text", { x: place.x(tick), y: height - 8, "text-anchor": anchor }, format(+tick.toPrecision(12)));

@@ -16,6 +16,8 @@ from preheat.web import events, index
 from preheat.web.app import create_app
 from preheat.web.settings import Settings
 
+from .test_runs_page import connect
+
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -53,7 +55,7 @@ def test_runs_curves_and_events(client: TestClient) -> None:
     assert [event["kind"] for event in client.get(f"{url}/events").json()["events"]] == ["checkpoint"]
 
 
-def test_events_are_placed_over_tokens_and_hours(client: TestClient, runs: Path) -> None:
+def test_events_are_placed_over_tokens_and_hours(runs: Path) -> None:
     writer = Writer(runs / "c")
     writer.write_text("recipe.yaml", "name: c\n")
     writer.write_event(Started())
@@ -62,6 +64,7 @@ def test_events_are_placed_over_tokens_and_hours(client: TestClient, runs: Path)
     for step in (0, 3, 6, 7):
         writer.write_event(Checkpoint(step=step))
     writer.close()
+    client = connect(runs)
     (run,) = [run for run in client.get("/api/runs").json()["runs"] if run["name"] == "c"]
     marks = client.get(f"/api/runs/{run['id']}/events").json()["events"]
     places = [(mark["step"], mark["tokens"], mark["hours"]) for mark in marks]
