@@ -123,7 +123,7 @@ def test_events_are_marked_over_every_axis(page: Page, site: Site) -> None:
     marks = page.locator("figure.chart line.mark")
     places = []
     for axis in ("step", "tokens", "hours"):
-        page.get_by_label("Over").select_option(axis)
+        page.get_by_role("combobox", name="Over").select_option(axis)
         page.locator(f'figure.chart svg[aria-label*="over {"steps" if axis == "step" else axis}"]').wait_for()
         assert marks.count() == 60  # a checkpoint every 50 of 3,000 steps
         places.append([float(mark.get_attribute("x1") or "nan") for mark in marks.all()])
