@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from starlette.exceptions import HTTPException
 
 from preheat.run.layout import MARK, PROFILE
 
-__all__ = ["Catalogue", "RunEntry", "is_in_place", "is_run", "list_folders"]
+__all__ = ["Catalogue", "MOST_FOLDERS", "RunEntry", "is_in_place", "is_run", "walk_folders"]
 
 _DEPTH = 5
 """Folders between a given folder and a run: a study, an ablation and its arms need three."""
-_MOST_FOLDERS = 20_000
+MOST_FOLDERS = 20_000
 """Folders to look into; a home folder with more is cut off, and the page says so."""
 _FRESH_S = 2.0
 """Seconds for which the list of folders is used again."""
@@ -84,28 +85,20 @@ class Catalogue:
 
     def _find(self) -> list[RunEntry]:
         entries: list[RunEntry] = []
-        seen = 0
         linked: dict[str, str] = {}
         self.is_cut_off = False
-        for root in self.folders:
-            level = [root]
-            for _ in range(_DEPTH + 1):
-                below: list[Path] = []
-                for folder in level:
-                    seen += 1
-                    if seen > _MOST_FOLDERS:
-                        self.is_cut_off = True
-                        break
-                    if is_run(folder):
-                        name = str(folder.relative_to(root)) if folder != root else root.name
-                        if link := self._find_link(folder):
-                            linked[name] = link
-                            continue
-                        id = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
-                        entries.append(RunEntry(id, folder, name))
-                        continue
-                    below += list_folders(folder)
-                level = below
+        for seen, (root, folder, holds_run) in enumerate(walk_folders(self.folders, _DEPTH)):
+            if seen >= MOST_FOLDERS:
+                self.is_cut_off = True
+                break
+            if not holds_run:
+                continue
+            name = str(folder.relative_to(root)) if folder != root else root.name
+            if link := self._find_link(folder):
+                linked[name] = link
+                continue
+            id = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
+            entries.append(RunEntry(id, folder, name))
         self.linked = linked
         unique = {entry.id: entry for entry in entries}  # given folders may overlap
         return sorted(unique.values(), key=lambda entry: entry.name)
@@ -135,7 +128,25 @@ def is_in_place(path: Path) -> bool:
     return os.path.realpath(path) == str(path)
 
 
-def list_folders(folder: Path) -> list[Path]:
+def walk_folders(roots: tuple[Path, ...], depth: int) -> Iterator[tuple[Path, Path, bool]]:
+    """Yields folders level by level with their root, and True for a run, whose folders are left out.
+
+    Args:
+        depth: folders between a root and the deepest one.
+    """
+    for root in roots:
+        level = [root]
+        for _ in range(depth + 1):
+            below: list[Path] = []
+            for folder in level:
+                holds_run = is_run(folder)
+                yield root, folder, holds_run
+                if not holds_run:
+                    below += _list_folders(folder)
+            level = below
+
+
+def _list_folders(folder: Path) -> list[Path]:
     """Returns the folders in a folder that may hold runs; none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:

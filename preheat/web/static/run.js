@@ -4,11 +4,10 @@
   const live = document.getElementById("live");
 
   function follow() {
-    const running = live.querySelector("#state")?.dataset.state === "running";
-    for (const id of ["save", "stop"]) {
-      const button = document.getElementById(id);
-      if (button) button.disabled = !running || Boolean(live.querySelector("#unreachable"));
-    }
+    const actions = document.getElementById("actions");
+    if (!actions) return;
+    actions.hidden = live.querySelector("#state")?.dataset.state !== "running";
+    for (const button of actions.querySelectorAll("button")) button.disabled = Boolean(live.querySelector("#unreachable"));
   }
 
   // A fragment that says the same as the page is not swapped in: it would end a selection of text and lose the focus.
