@@ -37,6 +37,7 @@ def ui(
 
     Example: preheat ui runs
     """
+    import re
     import secrets
     import socket
 
@@ -45,6 +46,11 @@ def ui(
 
     paths = folders or [Path("runs")]
     for path in paths:
+        if match := re.match(r"([a-z][a-z0-9+]*):/+(.+)", str(path)):  # Path has joined the slashes
+            raise RecipeError(
+                f"{match[1]}://{match[2]}: is a URL, and the dashboard shows local folders; run preheat ui on the "
+                "machine that trains, or write a page of each run with preheat report URL"
+            )
         if path.exists() and not path.is_dir():
             raise RecipeError(f"{path}: is not a folder; name the folder that holds your runs")
     if folders:

@@ -20,7 +20,7 @@ import termios
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -326,8 +326,17 @@ class Jobs:
         self._worker: threading.Thread | None = None
         self._is_closed = False
 
-    def create_folder(self) -> Path:
-        """Returns a new private folder for a job, to put files into before it starts."""
+    @contextlib.contextmanager
+    def create_folder(self) -> Iterator[Path]:
+        """Yields a new private folder for a job, and removes it if an error prevents that the job starts."""
+        folder = self._create_folder()
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _create_folder(self) -> Path:
         with self._lock:
             if self._scratch is None:
                 self._scratch = Path(tempfile.mkdtemp(prefix="preheat-ui-"))
@@ -357,7 +366,7 @@ class Jobs:
         Raises:
             RunError: too many commands run.
         """
-        job = Job(title, folder or self.create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
+        job = Job(title, folder or self._create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
         job.idle_s = idle_s
         with self._lock:
             for other in self._answers.values():

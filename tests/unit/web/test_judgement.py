@@ -103,7 +103,7 @@ def test_memory_is_split_as_the_allocator_counts_it() -> None:
     )
     judgement = judge(Evidence(plan=PLAN, measured=measured, profile=PROFILE))
     assert judgement.memory == (
-        "512 MiB more memory than planned: tensors 102 MiB more, cached by torch's allocator 410 MiB more, the context "
+        "512 MiB more memory than planned: tensors as planned, cached by torch's allocator 410 MiB more, the context "
         "as planned, most of it in backward (+1.00 GiB); 20.50 GiB, planned 20.00 GiB of 24.00 GiB."
     )
     assert not judgement.is_large
