@@ -66,7 +66,9 @@ def create_app(settings: Settings) -> Starlette:
         lifespan=_end_jobs,
     )
     folders = settings.folders
-    app.state.ui = State(settings, Catalogue(folders), Jobs(), UserFiles(folders), ResultFinder(folders))
+    # A server that only shows runs leaves the queue to the next one.
+    jobs = Jobs(runs=None if settings.read_only else folders[0])
+    app.state.ui = State(settings, Catalogue(folders), jobs, UserFiles(folders), ResultFinder(folders))
     return app
 
 

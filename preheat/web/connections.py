@@ -9,8 +9,6 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from uvicorn import Config
     from uvicorn.server import ServerState
 
@@ -20,7 +18,7 @@ MOST_CONNECTIONS = 512
 """Connections at a time. A request beyond is answered with status 503. Half of them may be silent, and the streams of
 events and chats are 116 at most. Systems allow 1,024 file descriptors at least."""
 BACKLOG = 64
-"""Connections that are accepted in one turn of the event loop: each takes a file descriptor before it can be refused."""
+"""Connections that are accepted in one turn of the event loop: each takes a file descriptor before its refusal."""
 _MOST_SILENT = 256
 """Connections whose request has not arrived. Another one closes the oldest of them, so that a new client is served.
 Several turns of the event loop fill them, and a request that comes with its connection needs one."""

@@ -137,7 +137,8 @@ def _list_fields(choices: Choices, state: State) -> list[Field]:
         Field(
             "device",
             "Device",
-            "The device to plan for. This machine is measured once, which takes about a minute, and several on a slow or busy machine.",
+            "The device to plan for. This machine is measured once: about a minute, and several on "
+            "a slow or busy machine.",
             "select",
             {"": [Choice(_THIS_MACHINE, "this machine")], "Catalogue": choices.devices},
             value=_THIS_MACHINE,

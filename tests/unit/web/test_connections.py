@@ -14,7 +14,6 @@ from preheat.web import connections
 from preheat.web.server import build_server, open_socket
 from preheat.web.settings import Settings
 
-
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 

@@ -112,6 +112,12 @@ def test_memory_is_split_as_the_allocator_counts_it() -> None:
     assert large.unknown == ("Which part of the memory differs is not known: a CPU measures the whole process only.",)
 
 
+def test_a_small_run_is_judged_by_the_same_tolerance() -> None:
+    plan = replace(PLAN, peak_gib=14.1 / 1024)
+    assert judge(Evidence(plan=plan, measured=Measured(peak_gib=16.7 / 1024))).memory.startswith("2.6 MiB more memory")
+    assert judge(Evidence(plan=plan, measured=Measured(peak_gib=14.2 / 1024))).memory.startswith("As much memory as")
+
+
 def test_nothing_is_claimed_without_a_plan_or_a_measurement() -> None:
     assert "no plan" in judge(Evidence(tokens_per_second=10.0)).speed
     judgement = judge(Evidence(plan=PLAN))
