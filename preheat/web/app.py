@@ -66,17 +66,17 @@ def create_app(settings: Settings) -> Starlette:
         lifespan=_end_jobs,
     )
     folders = settings.folders
-    # A server that only shows runs leaves the queue to the next one.
-    jobs = Jobs(runs=None if settings.read_only else folders[0])
-    app.state.ui = State(settings, Catalogue(folders), jobs, UserFiles(folders), ResultFinder(folders))
+    app.state.ui = State(settings, Catalogue(folders), Jobs(), UserFiles(folders), ResultFinder(folders))
     return app
 
 
 @asynccontextmanager
 async def _end_jobs(app: Starlette) -> AsyncIterator[None]:
-    """Ends the commands with the server."""
-    yield
+    """Takes over the queue of trainings, and ends the commands with the server."""
     state: State = app.state.ui
+    if not state.settings.read_only:  # it stays for the next server
+        await run_in_threadpool(state.jobs.take_over, state.settings.folders[0])
+    yield
     await run_in_threadpool(state.jobs.close)
 
 

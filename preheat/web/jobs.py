@@ -337,10 +337,9 @@ class Jobs:
 
     Args:
         limit_s: seconds for which an answer may take.
-        runs: folder of the runs, whose queue an earlier server may have left; None: the queue ends with the server.
     """
 
-    def __init__(self, limit_s: float = 900.0, runs: Path | None = None):
+    def __init__(self, limit_s: float = 900.0):
         self._limit_s = limit_s
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -350,7 +349,16 @@ class Jobs:
         self._scratch: Path | None = None
         self._worker: threading.Thread | None = None
         self._is_closed = False
-        self._queue_file, self._queue_lock = _claim_queue(runs) if runs is not None else (None, None)
+        self._queue_file: Path | None = None
+        self._queue_lock: IO[str] | None = None
+
+    def take_over(self, runs: Path) -> None:
+        """Goes on with the queue that an earlier server left for a folder of runs; without it, the queue is not kept.
+
+        Raises:
+            RunError: its file is damaged.
+        """
+        self._queue_file, self._queue_lock = _claim_queue(runs)
         if self._queue_file is not None:
             self._trainings = _read_queue(self._queue_file)
             threading.Thread(target=self._follow_earlier, daemon=True).start()

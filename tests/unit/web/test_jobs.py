@@ -130,17 +130,23 @@ def test_trainings_queue_and_survive_the_server(jobs: Jobs, tmp_path: Path) -> N
     later.close()
 
 
+def open_queue(runs: Path) -> Jobs:
+    jobs = Jobs()
+    jobs.take_over(runs)
+    return jobs
+
+
 def test_the_next_server_goes_on_with_the_queue(jobs: Jobs, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    before = Jobs(runs=runs)
+    before = open_queue(runs)
     first = before.queue_training("a", ["train", f"--out={runs / 'a'}", *TINY, "--", "demo"], runs / "a")
     before.queue_training("b", ["train", "--", "no-such-recipe"], runs / "b")
     wait_for(lambda: first.pid is not None)
     # A second server of the same folder neither starts the trainings again nor takes the queue.
-    assert [training.run.name for training in Jobs(runs=runs).list_trainings()] == ["a"]
+    assert [training.run.name for training in open_queue(runs).list_trainings()] == ["a"]
     before.close()
-    later = Jobs(runs=runs)
+    later = open_queue(runs)
     earlier, waiting = later.list_trainings()
     assert (earlier.id, earlier.state, waiting.state) == (first.id, JobState.RUNNING, JobState.WAITING)
     assert first.pid is not None
@@ -150,7 +156,7 @@ def test_the_next_server_goes_on_with_the_queue(jobs: Jobs, tmp_path: Path) -> N
     wait_for(lambda: earlier.state is JobState.FAILED)
     assert "records no end" in earlier.problem
     later.close()
-    last = Jobs(runs=runs)
+    last = open_queue(runs)
     assert [(t.title, t.state) for t in last.list_trainings()] == [("a", JobState.FAILED), ("b", JobState.FAILED)]
     last.close()
 
