@@ -114,7 +114,7 @@ def test_memory_is_split_as_the_allocator_counts_it() -> None:
 
 def test_a_small_run_is_judged_by_the_same_tolerance() -> None:
     plan = replace(PLAN, peak_gib=14.1 / 1024)
-    assert judge(Evidence(plan=plan, measured=Measured(peak_gib=16.7 / 1024))).memory.startswith("2.6 MiB more memory")
+    assert " more memory than planned" in judge(Evidence(plan=plan, measured=Measured(peak_gib=16.7 / 1024))).memory
     assert judge(Evidence(plan=plan, measured=Measured(peak_gib=14.2 / 1024))).memory.startswith("As much memory as")
 
 
