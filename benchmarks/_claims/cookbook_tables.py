@@ -9,6 +9,7 @@ __all__ = [
     "format_saving",
     "join_verdicts",
     "list_memory_rows",
+    "list_states_rows",
     "render_memory",
     "render_quality",
     "render_rope",
@@ -58,6 +59,21 @@ def list_memory_rows(measured: dict[str, Any]) -> list[str]:
         f"| accumulation: 2 to 16 times the batch in the same memory | cookbooks | at most {growth:.0%} more "
         f"| {'yes' if growth < 0.05 else 'no'} | 15M, 4 x 512 tokens; dry run, {measured['date']} |"
     )
+    return rows
+
+
+def list_states_rows(measured: dict[str, Any]) -> list[str]:
+    """Rows of the table of all claims: the peak of a device against plain data parallelism."""
+    base, *stages = measured["stages"].items()
+    rows = []
+    for name, by_world in stages:
+        less = [base[1][world]["peak"] / costs["peak"] for world, costs in by_world.items()]
+        rows.append(
+            f"| {name}: 2 to 4 times less memory | cookbooks, Rajbhandari et al. 2020 (arXiv:1910.02054) "
+            f"| {', '.join(f'{ratio:.1f}' for ratio in less)} times less "
+            f"| {'yes' if min(less) >= 2 else 'no' if max(less) < 2 else 'with enough devices'} "
+            f"| 1B, {', '.join(by_world)} devices, 2,048 tokens each; dry run, {measured['date']} |"
+        )
     return rows
 
 

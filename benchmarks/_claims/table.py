@@ -14,6 +14,7 @@ from _claims.cookbook_tables import (
     format_saving,
     join_verdicts,
     list_memory_rows,
+    list_states_rows,
     render_memory,
     render_quality,
     render_rope,
@@ -175,7 +176,7 @@ def render(folder: Path) -> str:
     ):
         measured = _read_json(folder, part)
         if measured is None:
-            missing.append(f"{part} (`--part {part}`)")
+            missing[part] = ["all of it"]
             continue
         rows += list_rows(measured)
         details += render_details(measured)
@@ -187,12 +188,12 @@ def render(folder: Path) -> str:
     ):
         measured = _read_json(folder, part)
         if measured is None:
-            missing.append(f"{part} (`--part {part}`)")
+            missing[part] = ["all of it"]
             continue
-        if part == "memory":
-            rows += list_memory_rows(measured)
+        if part in ("memory", "states"):
+            rows += list_memory_rows(measured) if part == "memory" else list_states_rows(measured)
         details += render_table(measured)
-    foot = f"Not measured yet: {'; '.join(missing)}." if missing else "All claims of the script are measured."
+    foot = ["Not measured yet:", "", *(f"- `--part {part}`: {'; '.join(names)}" for part, names in missing.items()), ""]
     return "\n".join(
         [
             "# Claims, and measurements of them",
@@ -205,21 +206,24 @@ def render(folder: Path) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"`not shown`: the seeds disagree. {foot}",
+            "`not shown`: the seeds, or the rounds, disagree.",
             "",
+            *(foot if missing else []),
             *details,
         ]
     )
 
 
-def _list_loss_rows(results: dict[str, ArmResult]) -> tuple[list[str], list[str]]:
-    rows, missing = [], []
+def _list_loss_rows(results: dict[str, ArmResult]) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns the rows of the claims on losses, and the comparisons that are not measured, by part."""
+    rows: list[str] = []
+    missing: dict[str, list[str]] = {}
     for claim in LOSS_CLAIMS:
         compared = [(pair, _compare(results, pair, claim.figure)) for pair in claim.pairs]
         known = [(pair, differences) for pair, differences in compared if differences is not None]
         lacking = [f"{arm} against {other}" for (arm, other), differences in compared if differences is None]
         if lacking:
-            missing.append(f"{claim.text}: {', '.join(lacking)} (`--part {claim.part}`)")
+            missing[claim.part] = list(dict.fromkeys([*missing.get(claim.part, []), *lacking]))
         for (arm, other), differences in known:
             what = {"loss": "", "gap": ", gap"}.get(claim.figure, f", at {claim.figure} tokens")
             sizes = sorted({results[name].parameters for name in (arm, other)})

@@ -55,10 +55,11 @@ def test_results_of_a_changed_arm_are_measured_again(parts: tuple[Any, Any], tmp
     assert arms.load_arms(stored) == heads
     page = table.render(tmp_path)
     assert "4 heads, 1 shared less base: +0.000 (+0.000 to +0.000) | yes | 2.0M, 3 seeds |" in page
-    foot = page.split("Not measured yet: ")[1].splitlines()[0]
-    assert "GELU against base" in foot
-    assert "4 heads" not in foot
-    assert "32 heads, 8 shared against 32 heads" in foot
+    foot = page.split("Not measured yet:")[1].splitlines()
+    assert "- `--part feed_forward`: GELU against base; ReLU against base" in foot
+    heads_left = next(line for line in foot if "--part heads" in line)
+    assert "4 heads, 1 shared" not in heads_left
+    assert "32 heads, 8 shared against 32 heads" in heads_left
 
 
 def test_each_arm_is_a_valid_recipe_and_is_compared(parts: tuple[Any, Any]) -> None:
