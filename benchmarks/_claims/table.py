@@ -295,7 +295,7 @@ def _render_precision(measured: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "AdamW; one sequence with checkpointing, or eight without. bf16 keeps fp32 weights and casts them.",
+        "AdamW; one sequence with checkpointing, or eight without. `bf16` keeps weights, gradients and states in fp32; `bf16_weights` does not.",
         "",
     ]
 
