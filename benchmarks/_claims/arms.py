@@ -1,6 +1,6 @@
 """Claims on losses: arms of a small model, each trained at its own best learning rate with three seeds.
 
-An arm is the base recipe with some keys changed. Its rate is searched with a seed of its own (0): from the suggestion
+An arm is the base recipe with some keys changed. Its rate is searched with a seed of its own (0): from the lowest loss
 of `preheat train --find-lr`, the rate is doubled or halved as long as the held-out loss falls. Then seeds 1, 2 and 3
 train at that rate. Every run is a process of `preheat train`, and its figures are stored when it ends, so that an
 interrupted measurement goes on with the next run.
@@ -46,7 +46,7 @@ hardware: {{device: cpu}}
 """2.2M parameters, 205,000 tokens, AdamW, fp32."""
 RANGE = "1e-4..0.3"
 RANGE_STEPS = 60
-MOST_RATES = 6
+MOST_RATES = 8
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ArmResult:
     Attributes:
         arm: what was trained; a result of another definition is discarded.
         date: of the last run.
-        suggested: rate by the range test; None before it.
+        lowest: the rate with the lowest loss in the range test, where the search starts; None before it.
         search: runs at other rates with the seed of the search.
         runs: with the seeds of the comparison.
     """
@@ -129,7 +129,7 @@ class ArmResult:
     date: str = ""
     parameters: int = 0
     epochs: float = 0.0
-    suggested: float | None = None
+    lowest: float | None = None
     search: tuple[ArmRun, ...] = ()
     runs: tuple[ArmRun, ...] = ()
 
@@ -183,12 +183,12 @@ def _measure_arm(name: str, result: ArmResult, folder: Path, store: Callable[[Ar
     recipe = _write_recipe(ARMS[name], folder)
     if not result.epochs:
         result = replace(result, epochs=_count_epochs(recipe))
-    if result.suggested is None:
+    if result.lowest is None:
         options = ["--find-lr", "--lr-range", RANGE, "--lr-steps", str(RANGE_STEPS), "--set", f"seed={SEARCH_SEED}"]
         test = _call_preheat(recipe, folder / "find-lr", options)
-        result = replace(result, suggested=float(f"{test['suggested']:.2g}"))
+        result = replace(result, lowest=float(f"{test['lowest']:.2g}"))
         store(result)
-        print(f"{name}: the range test suggests {result.suggested:g}", flush=True)
+        print(f"{name}: the range test has its lowest loss at {result.lowest:g}", flush=True)
     while (lr := _choose_rate(result)) is not None:
         run, parameters = _train(recipe, folder, SEARCH_SEED, lr, positions=False)
         result = replace(result, search=(*result.search, run), parameters=parameters)
@@ -204,9 +204,9 @@ def _measure_arm(name: str, result: ArmResult, folder: Path, store: Callable[[Ar
 
 def _choose_rate(result: ArmResult) -> float | None:
     """Returns the next rate to try: a neighbour of the best one, twice or half of it; None once both are worse."""
-    assert result.suggested is not None
+    assert result.lowest is not None
     if not result.search:
-        return result.suggested
+        return result.lowest
     best, tried = result.find_best().lr, [run.lr for run in result.search]
     neighbours = [
         rate for rate in (2 * best, best / 2) if not any(math.isclose(rate, lr, rel_tol=1e-3) for lr in tried)

@@ -242,10 +242,10 @@ def _render_arms(results: dict[str, ArmResult]) -> list[str]:
         "## Trained arms",
         "",
         "Llama of 2 layers of 256, 2,048 tokens in the vocabulary, Python's standard library, 200 steps of 8 x 128 tokens, AdamW, fp32,",
-        "if the name says nothing else. The rate is searched with a seed that is not compared: from the suggestion of",
+        "if the name says nothing else. The rate is searched with a seed that is not compared: from the lowest loss of",
         "`train --find-lr` it is doubled or halved while the held-out loss falls. Training loss: last fifth of the steps.",
         "",
-        "| arm | parameters | epochs | rate: suggested, best | training loss | held-out loss | at 256, 512 tokens | date |",
+        "| arm | parameters | epochs | rate: range test, best | training loss | held-out loss | at 256, 512 tokens | date |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, result in results.items():
@@ -258,7 +258,7 @@ def _render_arms(results: dict[str, ArmResult]) -> list[str]:
             if length in result.runs[0].by_length
         ]
         lines.append(
-            f"| {name} | {result.parameters:,} | {result.epochs:.1f} | {result.suggested:g}, {result.runs[0].lr:g} "
+            f"| {name} | {result.parameters:,} | {result.epochs:.1f} | {result.lowest:g}, {result.runs[0].lr:g} "
             f"| {_spread(training, '.3f')} | {_spread(losses, '.3f')} | {', '.join(beyond)} | {result.date} |"
         )
     return [*lines, ""]

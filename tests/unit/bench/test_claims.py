@@ -21,10 +21,10 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 @pytest.mark.parametrize("optimum", [0.001, 0.004, 0.009])
 def test_the_search_ends_at_the_best_rate_between_two_worse_ones(parts: tuple[Any, Any], optimum: float) -> None:
     arms, _ = parts
-    result = arms.ArmResult("an arm", suggested=0.003)
+    result = arms.ArmResult("an arm", lowest=0.003)
     while (lr := arms._choose_rate(result)) is not None:
         run = arms.ArmRun(seed=0, lr=lr, loss=abs(lr / optimum - optimum / lr), training_loss=0, tokens_per_second=1)
-        result = arms.ArmResult("an arm", suggested=0.003, search=(*result.search, run))
+        result = arms.ArmResult("an arm", lowest=0.003, search=(*result.search, run))
     best, tried = result.find_best().lr, sorted(run.lr for run in result.search)
     assert optimum / 2**0.5 <= best <= optimum * 2**0.5  # the nearest of the rates 0.003 times a power of two
     assert tried[0] < best < tried[-1]
