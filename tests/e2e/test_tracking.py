@@ -27,7 +27,7 @@ TRACKED = (
     .replace("checkpoint: {every: 5}", "checkpoint: {every: 3}")
     .replace("source: text", "source: [text, more (1).txt]")
     + "evaluate: {every: 4}\nsample: {prompts: [the quick], max_new_tokens: 4}\n"
-    + "tracking: {to: [mlflow, swanlab, tensorboard, trackio, wandb], project: tests, tags: [small], folder: local}\n"
+    + "tracking: {to: [mlflow, swanlab, tensorboard, trackio, wandb], project: tests, tags: [small], folder: local, wait: 300}\n"
 )
 
 
