@@ -800,7 +800,8 @@ def _read_queue(file: Path) -> list[Training]:
             training = Training(record.title, record.arguments, Path(record.run), Path(record.cwd))
             training.id, training.queued, training.pid = record.id, record.queued, record.pid
             training.state, training.problem = JobState(record.state), record.problem
-            training.exit_code, training.is_earlier = record.exit_code, True
+            training.exit_code = record.exit_code
+            training.is_earlier = training.state is JobState.RUNNING
             trainings.append(training)
     except ValueError as error:
         raise RunError(f"{file}: the queue of trainings is damaged ({error}); move the file away") from None
