@@ -15,7 +15,8 @@ import two_processes
 from _claims.cookbooks import GIB, LLAMA_1B, build_recipe
 from preheat.core import Device
 from preheat.hardware.probe import probe
-from preheat.planning.dry_run import Observation, observe
+from preheat.planning.dry_run import observe
+from preheat.planning.observation import Observation
 from preheat.planning.request import Request
 
 __all__ = [

@@ -99,6 +99,7 @@ def test_the_page_says_that_the_server_ended_was_restarted_and_that_a_run_was_de
 ) -> None:
     run = dashboard.folder / "copied"
     shutil.copytree(finished, run)
+    page.wait_for_timeout(500)  # an unknown run is looked for at most four times a second, and the list was just read
     page.goto(dashboard.find_url(run))
     expect(page.locator("#state")).to_have_attribute("data-state", "finished")
     expect(page.locator("#details")).to_contain_text("Memory by phase")
