@@ -3,7 +3,7 @@
 An arm is the base recipe with some keys changed. Its rate is searched with a seed of its own (0): from the lowest loss
 of `preheat train --find-lr`, the rate is doubled or halved as long as the held-out loss falls. Then seeds 1, 2 and 3
 train at that rate. Every run is a process of `preheat train`, and its figures are stored when it ends, so that an
-interrupted measurement goes on with the next run.
+interrupted measurement continues with the next run.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def ui(
     import secrets
     import socket
 
-    from preheat.web.server import open_socket, serve
+    from preheat.web.server import build_server, open_socket
     from preheat.web.settings import Settings
 
     paths = folders or [Path("runs")]
@@ -65,7 +65,7 @@ def ui(
     if not is_local:
         names |= {socket.gethostname().lower(), *map(_bracket, (host.lower(), *_list_addresses(host)))}
     token = secrets.token_urlsafe(24)
-    settings = Settings(tuple(paths), token, port, frozenset(names), prefix, read_only)
+    server = build_server(Settings(tuple(paths), token, port, frozenset(names), prefix, read_only))
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, _bracket(host))
     url = f"http://{shown}:{port}{prefix}/?token={token}"
     if not is_local:
@@ -81,7 +81,7 @@ def ui(
         import webbrowser
 
         webbrowser.open(url)
-    serve(settings, listener)
+    server.run(sockets=[listener])
 
 
 def _list_addresses(host: str) -> set[str]:

@@ -72,11 +72,9 @@ def create_app(settings: Settings) -> Starlette:
 
 @asynccontextmanager
 async def _end_jobs(app: Starlette) -> AsyncIterator[None]:
-    """Takes over the queue of trainings, and ends the commands with the server."""
-    state: State = app.state.ui
-    if not state.settings.read_only:  # it stays for the next server
-        await run_in_threadpool(state.jobs.take_over, state.settings.folders[0])
+    """Ends the commands with the server."""
     yield
+    state: State = app.state.ui
     await run_in_threadpool(state.jobs.close)
 
 

@@ -353,7 +353,7 @@ class Jobs:
         self._queue_lock: IO[str] | None = None
 
     def take_over(self, runs: Path) -> None:
-        """Goes on with the queue that an earlier server left for a folder of runs; without it, the queue is not kept.
+        """Continues with the queue that an earlier server left for a folder of runs, and stores it from now on.
 
         Raises:
             RunError: its file is damaged.

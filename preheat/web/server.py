@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from preheat.web.settings import Settings
 
-__all__ = ["build_server", "open_socket", "serve"]
+__all__ = ["build_server", "open_socket"]
 
 
 _SLOW_MS = 60_000
@@ -51,15 +51,22 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def build_server(settings: Settings) -> uvicorn.Server:
-    """Returns the server with its limits."""
+    """Returns the server with its limits and the queue of trainings that an earlier one left; `run` serves.
+
+    Raises:
+        RunError: the stored queue of trainings is damaged.
+    """
     import uvicorn
 
     from preheat.web.app import create_app
     from preheat.web.connections import BACKLOG, MOST_CONNECTIONS, BoundedConnection
 
+    app = create_app(settings)
+    if not settings.read_only:  # the queue stays for the next server
+        app.state.ui.jobs.take_over(settings.folders[0])
     return uvicorn.Server(
         uvicorn.Config(
-            create_app(settings),
+            app,
             http=BoundedConnection,
             ws="none",
             log_level="error",  # a warning is a line for each request that is malformed: strangers could send masses
@@ -72,8 +79,3 @@ def build_server(settings: Settings) -> uvicorn.Server:
             proxy_headers=False,
         )
     )
-
-
-def serve(settings: Settings, listener: socket.socket) -> None:
-    """Serves until a signal ends it."""
-    build_server(settings).run(sockets=[listener])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import signal
 import socket
@@ -59,6 +61,23 @@ def test_mistakes_are_one_line_each(preheat: Command, tmp_path: Path) -> None:
             out, error = preheat(*arguments, code=code)
             assert error.startswith(f"error: {message}"), arguments
             assert (out, error.count("\n")) == ("", 1)
+
+
+def test_a_damaged_queue_of_trainings_is_one_line(preheat: Command) -> None:
+    runs = preheat.folder / "runs"
+    runs.mkdir()
+    process = preheat.start_alone("ui", "--port", "0")
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    digest = hashlib.blake2b(os.fsencode(runs.resolve()), digest_size=8).hexdigest()
+    file = Path(preheat.environment["PREHEAT_CACHE"]) / f"ui/queue-{digest}.json"
+    assert file.with_suffix(".lock").exists()
+    file.write_text("[{")
+    out, error = preheat("ui", "--port", "0", code=1)
+    assert error.startswith(f"error: {file}: the queue of trainings is damaged (not JSON: ")
+    assert error.endswith("; move the file away\n")
+    assert (out, error.count("\n")) == ("", 1)
 
 
 def test_a_server_for_all_addresses_is_warned_of(preheat: Command) -> None:
