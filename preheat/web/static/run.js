@@ -4,10 +4,13 @@
   const live = document.getElementById("live");
 
   function follow() {
+    const running = live.querySelector("#state")?.dataset.state === "running";
     const actions = document.getElementById("actions");
     if (!actions) return;
-    actions.hidden = live.querySelector("#state")?.dataset.state !== "running";
+    actions.hidden = !running;
     for (const button of actions.querySelectorAll("button")) button.disabled = Boolean(live.querySelector("#unreachable"));
+    // "It finishes the step in progress" is over once the run has ended.
+    if (!running) document.querySelector("#message .notice:not(.bad)")?.remove();
   }
 
   // A fragment that says the same as the page is not swapped in: it would end a selection of text and lose the focus.
