@@ -27,7 +27,7 @@ MOST_FOLDERS = 20_000
 _FRESH_S = 2.0
 """Seconds for which the list of folders is used again."""
 _FRESH_TO_FIND_S = 0.25
-"""The same, for a run that is not in it."""
+"""Seconds between two readings for runs that are not in the list."""
 _SKIPPED = frozenset({"checkpoints", "tokenizer", "profile", "tracking", "node_modules", "__pycache__"})
 _UNREAD = frozenset({"checkpoints", "tokenizer", "tracking"})
 """Folders of a run that the server does not read: they may be links, as to a larger disk."""
@@ -68,15 +68,19 @@ class Catalogue:
         self.linked: dict[str, str] = {}
         self._entries: dict[str, RunEntry] = {}
         self._listed = -_FRESH_S
+        self._searched = -_FRESH_TO_FIND_S
         self._lock = threading.Lock()
 
-    def list_runs(self, fresh_s: float = _FRESH_S) -> list[RunEntry]:
-        """Returns all runs, sorted by name; the folders are read again if the last reading is older than `fresh_s`."""
+    def list_runs(self) -> list[RunEntry]:
+        """Returns all runs, sorted by name; the folders are read again if the last reading is two seconds old."""
         with self._lock:
-            if time.monotonic() - self._listed >= fresh_s:
-                self._entries = {entry.id: entry for entry in self._find()}
-                self._listed = time.monotonic()
+            if time.monotonic() - self._listed >= _FRESH_S:
+                self._read_folders()
             return list(self._entries.values())
+
+    def _read_folders(self) -> None:
+        self._entries = {entry.id: entry for entry in self._find()}
+        self._listed = time.monotonic()
 
     def find(self, id: str) -> RunEntry:
         """Returns a run by its id.
@@ -87,8 +91,11 @@ class Catalogue:
         entry = self._entries.get(id)
         if entry is None:
             # It may be newer than the list. Ids that do not exist cost a listing each, at most four a second.
-            self.list_runs(_FRESH_TO_FIND_S)
-            entry = self._entries.get(id)
+            with self._lock:
+                if id not in self._entries and time.monotonic() - self._searched >= _FRESH_TO_FIND_S:
+                    self._read_folders()
+                    self._searched = time.monotonic()
+                entry = self._entries.get(id)
         if entry is None or not is_run(entry.path) or not is_in_place(entry.path) or self._find_link(entry.path):
             raise HTTPException(404, "This run does not exist any more: its folder was deleted, moved or renamed.")
         return entry

@@ -60,6 +60,7 @@ def test_a_selection_survives_updates_and_is_compared_and_saved(
     page.get_by_role("link", name="Loss", exact=True).press("Enter")
     expect(page.locator("tbody tr").first).to_contain_text("base")
     expect(page.locator('th[aria-sort="ascending"]')).to_contain_text("Loss")
+    page.wait_for_load_state()  # the scripts follow the filter from then on
     page.get_by_label("Text").fill("bold")
     expect(page.locator("tbody tr")).to_have_count(1)
     page.get_by_label("Text").fill("")

@@ -229,6 +229,7 @@
             first: Math.min(curve.first ?? curve.x[0], curve.x[0]),
             last: Math.max(curve.last ?? curve.x.at(-1), curve.x.at(-1)),
             mean,
+            newest: scaled([curve.newest])[0],
             low: curve.low ? scaled(curve.low) : null,
             high: curve.high ? scaled(curve.high) : null,
             smoothed: smooth(mean, this.smoothing),
@@ -297,7 +298,7 @@
       this.selection = draw(svg, "rect", { class: "selection", x: 0, y: top, width: 0, height: bottom - top, visibility: "hidden" });
       const text = curves.map((curve) => {
         const n = curve.mean.findLastIndex((value) => value !== null);
-        return `${curves.length > 1 ? `${curve.name}: ` : ""}${n < 0 ? "not finite" : format(curve.mean[n])}`;
+        return `${curves.length > 1 ? `${curve.name}: ` : ""}${n < 0 ? "not finite" : format(curve.newest ?? curve.mean[n])}`;
       });
       this.describe(curves.length > 3 ? "" : text.join(", "), curves);
       if (this.details.open) this.fillTable();
@@ -309,7 +310,7 @@
       const parts = curves.map((curve) => {
         const finite = curve.mean.filter((value) => value !== null);
         if (!finite.length) return `${curve.name}: no finite value`;
-        return `${curves.length > 1 ? `${curve.name}: ` : ""}from ${format(finite[0])} to ${format(finite.at(-1))}`;
+        return `${curves.length > 1 ? `${curve.name}: ` : ""}from ${format(finite[0])} to ${format(curve.newest ?? finite.at(-1))}`;
       });
       const help = "Zoom with plus and minus, move with the arrow keys, show all with 0.";
       this.svg.setAttribute("aria-label", `${this.title} over ${AXES[this.axis].toLowerCase()}. ${parts.join("; ") || text}. ${help}`);
