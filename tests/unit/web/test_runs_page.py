@@ -59,7 +59,7 @@ def list_names(page: str) -> list[str]:
 
 
 def test_a_run_that_is_newer_than_the_list_has_a_page(client: TestClient, runs: Path) -> None:
-    assert list_names(client.get("/").text) == ["a", "b", "study/c"]
+    assert set(list_names(client.get("/").text)) == set(LOSSES)
     write_run(runs / "d", 1.0)
     (entry,) = [entry for entry in Catalogue((runs,)).list_runs() if entry.name == "d"]
     assert client.get(f"/runs/{entry.id}").status_code == 200
