@@ -141,7 +141,7 @@ def set_ticks(
             return [v for v in MaxNLocator(nbins=nbins, steps=_STEPS).tick_values(low, high) if v > 0]
 
     # Base 2: powers only, because 2 and 5 times a power of two are no round numbers.
-    if axis.get_scale() == "log":
+    if base is not None:
         axis.set_major_locator(
             Decades(base=base, subs=(1, 2, 5) if base == 10 else (1,), numticks=8 if base == 10 else 6)
         )
