@@ -124,7 +124,7 @@ def _place_marks(entry: RunEntry) -> list[dict[str, object]]:
         if not known:
             return [None] * len(marks)
         # Events before the first step are at 0. A bin of several steps has their mean at its middle.
-        places = np.interp(steps, [x for x, _ in known], [mean for _, mean in known], left=0.0) / scale
+        places = np.interp(np.array(steps), [x for x, _ in known], [mean for _, mean in known], left=0.0) / scale
         return [value if math.isfinite(value) else None for value in places.tolist()]
 
     return [
