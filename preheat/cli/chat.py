@@ -14,6 +14,7 @@ from preheat.cli.views.console import Base, Checkpoint
 from preheat.cli.views.line_input import read_line
 from preheat.cli.views.output import say, write_text
 from preheat.files import to_json
+from preheat.hardware.interrupts import raise_keyboard_interrupt
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _print_answer(talk: Conversation, line: str) -> None:
     watched = generation.Watched()
     watched.kind = talk.opened.build.device.kind
     try:
-        with watched:
+        with raise_keyboard_interrupt(), watched:
             answer = talk.say(line, write_text)
     except KeyboardInterrupt:
         say()

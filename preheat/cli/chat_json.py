@@ -6,14 +6,17 @@ out  {"ready": {...}}    {"text": PART} ... {"answer": {...}}    {"error": TEXT}
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from preheat.cli.views.output import say
 from preheat.errors import PreheatError, RecipeError
 from preheat.files import BadJson, parse_json, to_json
+from preheat.hardware.interrupts import ignore_keyboard_interrupt, raise_keyboard_interrupt
 from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
@@ -66,16 +69,26 @@ def choose_format(opened: LoadedModel, model: str, setting: str | None) -> tuple
 def serve_requests(
     opened: LoadedModel, template: Template | None, description: str, settings: Sample, *, system: str | None, seed: int
 ) -> None:
-    """Answers the requests of standard input until its end; a bad request is an error and ends nothing."""
+    """Answers the requests of standard input until its end; a bad request is an error and ends nothing.
+
+    Ctrl-C ends an answer. Between answers it does nothing: it may be meant for an answer that has just ended. Only on a
+    terminal it ends the chat.
+    """
+    speak = _open_chat(opened, template, settings, system, seed)
+    with nullcontext() if sys.stdin.isatty() else ignore_keyboard_interrupt():
+        _write({"ready": _Ready(opened.step, description, opened.build.model.positions)})
+        _answer_lines(speak)
+
+
+def _answer_lines(speak: Callable[[tuple[str, str]], None]) -> None:
     from preheat.cli.views.line_input import read_line
 
-    speak = _open_chat(opened, template, settings, system, seed)
-    _write({"ready": _Ready(opened.step, description, opened.build.model.positions)})
     while (line := read_line(False)) is not None:
         if not line.strip():
             continue
         try:
-            speak(_read_request(line))
+            with raise_keyboard_interrupt():
+                speak(_read_request(line))
         except KeyboardInterrupt:
             _write({"error": "interrupted; the text so far stays in the conversation"})
         except PreheatError as error:

@@ -10,10 +10,18 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
-__all__ = ["Interrupted", "check", "end_at_once", "handled_signals", "raise_on_signal"]
+__all__ = [
+    "Interrupted",
+    "check",
+    "end_at_once",
+    "handled_signals",
+    "ignore_keyboard_interrupt",
+    "raise_keyboard_interrupt",
+    "raise_on_signal",
+]
 
 
 class Interrupted(BaseException):
@@ -98,6 +106,26 @@ def raise_on_signal() -> Iterator[None]:
             signal.signal(number, handler)
         sys.unraisablehook = _current.hook
         _current = outer
+
+
+def raise_keyboard_interrupt() -> AbstractContextManager[None]:
+    """Context manager: Ctrl-C raises `KeyboardInterrupt`, for work that it ends without ending the command."""
+    return _handle_ctrl_c(signal.default_int_handler)
+
+
+def ignore_keyboard_interrupt() -> AbstractContextManager[None]:
+    """Context manager: Ctrl-C does nothing in this process; the processes that it starts still end by it."""
+    # SIG_IGN would be inherited by child processes.
+    return _handle_ctrl_c(lambda number, frame: None)
+
+
+@contextmanager
+def _handle_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def check() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from preheat.core.lr_range import LrRange
 from preheat.report import page
 from preheat.report.page import LegendEntry, number_cell
-from preheat.report.svg import NARROW, SENTINEL, render_plot, set_ticks
+from preheat.report.svg import SENTINEL, draw_both_widths, render_plot, set_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,11 +61,13 @@ def _render_page(result: LrRange) -> str:
         for n, p in enumerate(result.points, 1)
     )  # fmt: skip
     titles = ("step", "learning rate", "loss", "smoothed", "gradient norm")
+    summary = f"Rates, losses and gradient norms of {len(result.points):,} steps"
+    table = f"<details><summary>{summary}</summary>{page.table(titles, rows, text=())}</details>"
     return page.document(
         "learning-rate range test · preheat",
         f"""{page.header("preheat train --find-lr", "Learning-rate range test", verdict)}
 {page.section("plots", "Loss by learning rate", _draw(result))}
-{page.section("figures", "Every step", page.table(titles, rows, text=()))}
+{page.section("figures", "Every step", table)}
 <footer>Each loss is that before the update with the rate. Smith 2017 (arXiv:1506.01186); the rule is that of fastai \
 (arXiv:2002.04688).</footer>""",
     )
@@ -73,23 +75,24 @@ def _render_page(result: LrRange) -> str:
 
 def _draw(result: LrRange) -> str:
     rates = [p.lr for p in result.points]
-    caption = "Light: single steps; dark: their mean. The upright line is the suggested rate."
+    caption = "Light: single steps; dark: their mean. The dashed line is the suggested rate."
 
     def draw(axes: Axes) -> None:
         axes.plot(rates, [p.loss for p in result.points], color=SENTINEL["series-1"], linewidth=0.9, alpha=0.5)
         axes.plot(rates, [p.smoothed for p in result.points], color=SENTINEL["series-1"], linewidth=2)
         axes.set_xscale("log", nonpositive="mask")
-        axes.axvline(result.suggested, color=SENTINEL["ink"], linewidth=1.5)
+        axes.axvline(result.suggested, color=SENTINEL["ink"], linewidth=1.2, linestyle="--")
         # A diverged loss would press the part that matters flat.
         smoothed = [p.smoothed for p in result.points]
         lowest, first = min(smoothed), smoothed[0]
         room = max(first - lowest, 1e-9 * abs(first)) or 1.0
         axes.set_ylim(lowest - 0.15 * room, first + 0.6 * room)
-        set_ticks(axes.xaxis)
+        set_ticks(axes.xaxis, format=lambda rate: f"{rate:.0e}".replace("e-0", "e-").replace("e+0", "e"))
         set_ticks(axes.yaxis)
         axes.tick_params(which="minor", length=0)
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel("learning rate", loc="right", labelpad=2)
 
     legend = [LegendEntry("loss", "series-1"), LegendEntry("suggested", "ink")]
-    return page.figure("", caption, render_plot("lr-range", NARROW, caption, draw), legend)
+    drawing = draw_both_widths("lr-range", lambda name, size: render_plot(name, size, caption, draw))
+    return page.figure("", caption, drawing, legend)

@@ -466,6 +466,24 @@ def _format_range(recorded: object) -> str:
 
 
 # Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
+def _format_load(recorded: object) -> str:
+    """Returns how many cores a session left to others, as "others used 1.9 of 2 cores"."""
+    load = recorded if isinstance(recorded, dict) else {}
+    others, cpus = read_number(load.get("other_cores")), read_number(load.get("cpus"))
+    return "not known" if others is None or cpus is None else f"others used {others:.1f} of {cpus:.0f} cores"
+
+
+def _format_usage(recorded: object) -> str:
+    usage = recorded if isinstance(recorded, dict) else {}
+    energy, cost = read_number(usage.get("energy_kwh")), read_number(usage.get("cost"))
+    parts = [f"{format_value(usage.get('device_hours'))} device-hours"]
+    if energy is not None:
+        parts.append(f"{format_value(energy)} kWh")
+    if cost is not None:
+        parts.append(f"{cost:,.2f} {usage.get('currency') or ''}".strip())
+    return ", ".join(parts)
+
+
 _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
     "requested": ("it asked for", _format_bytes),
     "room": ("free", _format_bytes),
@@ -481,6 +499,8 @@ _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
     ),
     "seconds_per_step": ("seconds a step", _format_range),
     "rows": ("rows", _format_range),
+    "machine": ("machine:", _format_load),
+    "usage": ("so far", _format_usage),
     "signal": ("by", str),
     "spread": (
         "spread",

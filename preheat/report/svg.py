@@ -105,12 +105,16 @@ def _tidy(label: str) -> str:
 def set_ticks(
     axis: MatplotlibAxis, nbins: int = 5, *, integer: bool = False, format: Callable[[float], str] | None = None
 ) -> None:
-    """Puts the ticks of an axis on round numbers with distinct labels; on a log axis at 1, 2 and 5 of each decade.
+    """Puts the ticks of an axis on round numbers with distinct labels.
+
+    On a logarithmic axis the ticks are at 1, 2 and 5 of each decade, and over more than three decades at its start.
 
     Args:
         format: formats a tick value; default, and fallback if two labels would be equal: `format_tick_labels`.
     """
     from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
+
+    base = axis.get_transform().base if axis.get_scale() == "log" else None  # type: ignore[attr-defined]
 
     # Defined here, because their bases come from matplotlib, which is imported only to draw.
     class Labels(Formatter):
@@ -128,15 +132,16 @@ def set_ticks(
     class Decades(LogLocator):
         def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
             """Returns linear ticks if the range contains fewer than two ticks of the decades."""
-            locations = super().tick_values(vmin, vmax)
             low, high = min(vmin, vmax), max(vmin, vmax)
+            if base == 10 and high > 1000 * low > 0:
+                return LogLocator(numticks=8).tick_values(low, high)
+            locations = super().tick_values(vmin, vmax)
             if sum(low <= v <= high for v in locations) >= 2:
                 return locations
             return [v for v in MaxNLocator(nbins=nbins, steps=_STEPS).tick_values(low, high) if v > 0]
 
     # Base 2: powers only, because 2 and 5 times a power of two are no round numbers.
-    if axis.get_scale() == "log":
-        base = axis.get_transform().base  # type: ignore[attr-defined]
+    if base is not None:
         axis.set_major_locator(
             Decades(base=base, subs=(1, 2, 5) if base == 10 else (1,), numticks=8 if base == 10 else 6)
         )

@@ -108,7 +108,29 @@ def _parse_number(request: Request, name: str) -> float | None:
 
 
 async def _list_events(request: Request) -> Response:
-    return _respond({"events": await _read(request, read_marks)})
+    return _respond({"events": await _read(request, _place_marks)})
+
+
+def _place_marks(entry: RunEntry) -> list[dict[str, object]]:
+    """Returns the events of a run with the tokens and the hours of training up to their steps."""
+    import numpy as np
+
+    marks = read_marks(entry)
+    steps = [math.nan if mark.step is None else float(mark.step) for mark in marks]
+
+    def place(key: str, scale: float) -> list[float | None]:
+        outline = read_outline(entry, key, points=_MOST_POINTS)
+        known = [(x, mean) for x, mean in zip(outline.x, outline.mean, strict=True) if mean is not None]
+        if not known:
+            return [None] * len(marks)
+        # Events before the first step are at 0. A bin of several steps has their mean at its middle.
+        places = np.interp(np.array(steps), [x for x, _ in known], [mean for _, mean in known], left=0.0) / scale
+        return [value if math.isfinite(value) else None for value in places.tolist()]
+
+    return [
+        {**to_plain_data(mark), "tokens": tokens, "hours": hours}
+        for mark, tokens, hours in zip(marks, place("tokens", 1.0), place("elapsed", 3600.0), strict=True)
+    ]
 
 
 async def _send_table(request: Request) -> Response:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,16 +18,16 @@ from preheat.run.layout import MARK, PROFILE
 if TYPE_CHECKING:
     from preheat.run.remote_runs import RemoteRuns
 
-__all__ = ["Catalogue", "RunEntry", "is_in_place", "is_run", "list_folders"]
+__all__ = ["Catalogue", "MOST_FOLDERS", "RunEntry", "is_in_place", "is_run", "walk_folders"]
 
 _DEPTH = 5
 """Folders between a given folder and a run: a study, an ablation and its arms need three."""
-_MOST_FOLDERS = 20_000
+MOST_FOLDERS = 20_000
 """Folders to look into; a home folder with more is cut off, and the page says so."""
 _FRESH_S = 2.0
 """Seconds for which the list of folders is used again."""
 _FRESH_TO_FIND_S = 0.25
-"""The same, for a run that is not in it."""
+"""Seconds between two readings for runs that are not in the list."""
 _SKIPPED = frozenset({"checkpoints", "tokenizer", "profile", "tracking", "node_modules", "__pycache__"})
 _UNREAD = frozenset({"checkpoints", "tokenizer", "tracking"})
 """Folders of a run that the server does not read: they may be links, as to a larger disk."""
@@ -67,15 +68,19 @@ class Catalogue:
         self.linked: dict[str, str] = {}
         self._entries: dict[str, RunEntry] = {}
         self._listed = -_FRESH_S
+        self._searched = -_FRESH_TO_FIND_S
         self._lock = threading.Lock()
 
-    def list_runs(self, fresh_s: float = _FRESH_S) -> list[RunEntry]:
-        """Returns all runs, sorted by name; the folders are read again if the last reading is older than `fresh_s`."""
+    def list_runs(self) -> list[RunEntry]:
+        """Returns all runs, sorted by name; the folders are read again if the last reading is two seconds old."""
         with self._lock:
-            if time.monotonic() - self._listed >= fresh_s:
-                self._entries = {entry.id: entry for entry in self._find()}
-                self._listed = time.monotonic()
+            if time.monotonic() - self._listed >= _FRESH_S:
+                self._read_folders()
             return list(self._entries.values())
+
+    def _read_folders(self) -> None:
+        self._entries = {entry.id: entry for entry in self._find()}
+        self._listed = time.monotonic()
 
     def find(self, id: str) -> RunEntry:
         """Returns a run by its id.
@@ -86,37 +91,32 @@ class Catalogue:
         entry = self._entries.get(id)
         if entry is None:
             # It may be newer than the list. Ids that do not exist cost a listing each, at most four a second.
-            self.list_runs(_FRESH_TO_FIND_S)
-            entry = self._entries.get(id)
+            with self._lock:
+                if id not in self._entries and time.monotonic() - self._searched >= _FRESH_TO_FIND_S:
+                    self._read_folders()
+                    self._searched = time.monotonic()
+                entry = self._entries.get(id)
         if entry is None or not is_run(entry.path) or not is_in_place(entry.path) or self._find_link(entry.path):
             raise HTTPException(404, "This run does not exist any more: its folder was deleted, moved or renamed.")
         return entry
 
     def _find(self) -> list[RunEntry]:
         entries: list[RunEntry] = []
-        seen = 0
         linked: dict[str, str] = {}
         self.is_cut_off = False
-        for root in self.folders:
-            level = [root]
-            for _ in range(_DEPTH + 1):
-                below: list[Path] = []
-                for folder in level:
-                    seen += 1
-                    if seen > _MOST_FOLDERS:
-                        self.is_cut_off = True
-                        break
-                    if is_run(folder):
-                        name = str(folder.relative_to(root)) if folder != root else root.name
-                        if link := self._find_link(folder):
-                            linked[name] = link
-                            continue
-                        id = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
-                        remote = self._remotes.get(root)
-                        entries.append(RunEntry(id, folder, name, remote.find_url(folder) if remote else ""))
-                        continue
-                    below += list_folders(folder)
-                level = below
+        for seen, (root, folder, holds_run) in enumerate(walk_folders(self.folders, _DEPTH)):
+            if seen >= MOST_FOLDERS:
+                self.is_cut_off = True
+                break
+            if not holds_run:
+                continue
+            name = str(folder.relative_to(root)) if folder != root else root.name
+            if link := self._find_link(folder):
+                linked[name] = link
+                continue
+            id = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
+            remote = self._remotes.get(root)
+            entries.append(RunEntry(id, folder, name, remote.find_url(folder) if remote else ""))
         self.linked = linked
         unique = {entry.id: entry for entry in entries}  # given folders may overlap
         return sorted(unique.values(), key=lambda entry: entry.name)
@@ -146,7 +146,25 @@ def is_in_place(path: Path) -> bool:
     return os.path.realpath(path) == str(path)
 
 
-def list_folders(folder: Path) -> list[Path]:
+def walk_folders(roots: tuple[Path, ...], depth: int) -> Iterator[tuple[Path, Path, bool]]:
+    """Yields folders level by level with their root, and True for a run, whose folders are left out.
+
+    Args:
+        depth: folders between a root and the deepest one.
+    """
+    for root in roots:
+        level = [root]
+        for _ in range(depth + 1):
+            below: list[Path] = []
+            for folder in level:
+                holds_run = is_run(folder)
+                yield root, folder, holds_run
+                if not holds_run:
+                    below += _list_folders(folder)
+            level = below
+
+
+def _list_folders(folder: Path) -> list[Path]:
     """Returns the folders in a folder that may hold runs; none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:

@@ -220,7 +220,7 @@ class Table:
         return low
 
     def read_items(self, key: str, x: str, first: float | None, last: float | None) -> Items:
-        """Returns the rows whose x lies in a range, as blocks if they are many.
+        """Returns the rows whose x lies in a range, as blocks if they are many; the last one is never in a block.
 
         Args:
             x: key whose values ascend.
@@ -229,7 +229,7 @@ class Table:
 
         start = 0 if first is None else self._bisect(x, first)
         end = self._rows if last is None else self._bisect(x, math.nextafter(last, math.inf))
-        whole = range(0) if end - start < _LONG else range(-(-start // BLOCK), min(end // BLOCK, self._blocks))
+        whole = range(0) if end - start < _LONG else range(-(-start // BLOCK), min((end - 1) // BLOCK, self._blocks))
         if not whole:
             return self._read_rows(key, x, start, end)
         blocks, x_blocks = (self._read_blocks(name, whole.start, whole.stop) for name in (key, x))

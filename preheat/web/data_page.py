@@ -16,7 +16,7 @@ from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, fill, read_number, read_values
 from preheat.web.job_routes import build_job_routes
 from preheat.web.jobs import JobState, read_answer
-from preheat.web.plan_page import choose_recipe, find_file, list_data_choices, read_page_body
+from preheat.web.plan_page import build_data_field, choose_recipe, find_file, read_page_body
 from preheat.web.settings import state_of
 from preheat.web.templating import build_url, render
 
@@ -55,14 +55,7 @@ def _list_fields(state: State, choices: Choices) -> list[Field]:
             {heading: group for heading, group in recipes.items() if group},
             placeholder="choose one",
         ),
-        Field(
-            "data",
-            "Data",
-            "Built in, or a file below the folders that this server shows.",
-            "select",
-            list_data_choices(state),
-            placeholder="as in the recipe",
-        ),
+        build_data_field(state),
         Field("rows", "Sequences", "Packed sequences to show.", "number", placeholder="3", minimum=1),
     ]
 

@@ -26,6 +26,7 @@ class Outline:
         broken: x of bins with a value that was not finite.
         rows: values that the curve covers.
         is_exact: each bin is one value.
+        newest: the last finite value; None: no value is finite, or not one of the newest.
         first, last: range of x of the whole run; None: there is no value.
     """
 
@@ -38,6 +39,7 @@ class Outline:
     broken: Sequence[float] = ()
     rows: int = 0
     is_exact: bool = True
+    newest: float | None = None
     first: float | None = None
     last: float | None = None
 
@@ -68,6 +70,9 @@ def bin_items(items: Items, key: str, axis: Axis, scale: float, points: int) -> 
     finite = np.add.reduceat(items.finite[is_used], starts)
     mean = np.add.reduceat(items.total[is_used], starts) / np.maximum(finite, 1)
     broken = np.add.reduceat(items.broken[is_used], starts)
+    known = np.flatnonzero(items.finite[is_used])
+    # A block of many values has only their sum.
+    is_known = len(known) > 0 and items.finite[is_used][known[-1]] == 1
     x = (first_x[starts] + last_x[ends]) / 2 / scale
     return Outline(
         key=key,
@@ -79,6 +84,7 @@ def bin_items(items: Items, key: str, axis: Axis, scale: float, points: int) -> 
         broken=x[broken > 0].tolist(),
         rows=int(values.sum()),
         is_exact=len(starts) == int(values.sum()),
+        newest=float(items.total[is_used][known[-1]]) if is_known else None,
     )
 
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from preheat.web.settings import State
 
 __all__ = [
+    "build_data_field",
     "choose_recipe",
     "find_file",
-    "list_data_choices",
     "read_page_body",
     "read_recipe",
     "routes",
@@ -94,14 +94,16 @@ def _list_model_fields(choices: Choices, state: State) -> list[Field]:
     ]
 
 
-def list_data_choices(state: State) -> dict[str, Sequence[Choice]]:
-    """Returns the built-in data, and the files below the folders."""
+def build_data_field(state: State, more: str = "") -> Field:
+    """Returns the field that chooses built-in data or a file below the folders; `more` is added to its help."""
     files = [Choice(file.id, file.name) for file in state.files.list_files("data")]
-    return {"Built in": _BUILT_IN_DATA, **({"Your files": files} if files else {})}
+    choices: dict[str, Sequence[Choice]] = {"Built in": _BUILT_IN_DATA, **({"Your files": files} if files else {})}
+    help = "Built in, or a file below the folders that this server shows."
+    return Field("data", "Data", f"{help} {more}".strip(), "select", choices, placeholder="as in the recipe")
 
 
 def find_file(state: State, data: str) -> str:
-    """Returns `data.source` for a value of `list_data_choices`."""
+    """Returns `data.source` for a value of `build_data_field`."""
     if data in {choice.value for choice in _BUILT_IN_DATA}:
         return data
     return str(state.files.find(data, "data").path)
@@ -125,15 +127,7 @@ def choose_recipe(state: State, choices: Choices, value: str) -> tuple[str, Path
 def _list_fields(choices: Choices, state: State) -> list[Field]:
     return [
         *_list_model_fields(choices, state),
-        Field(
-            "data",
-            "Data",
-            "Built in, or a file below the folders that this server shows. A model without data or recipe trains on "
-            "Python's standard library.",
-            "select",
-            list_data_choices(state),
-            placeholder="as in the recipe",
-        ),
+        build_data_field(state, "A model without data or recipe trains on Python's standard library."),
         Field(
             "device",
             "Device",

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
 from preheat.report.page import GENERATOR
 from preheat.run.layout import PROFILE
-from preheat.web.catalogue import is_in_place, is_run, list_folders
+from preheat.web.catalogue import MOST_FOLDERS, is_in_place, walk_folders
 
 __all__ = ["KINDS", "ResultEntry", "ResultFinder", "read_page"]
 
@@ -26,7 +27,7 @@ KINDS = {
 }
 """File of figures -> the kind of result, and the command that writes it. Its page has the same name in .html."""
 
-_DEPTH, _MOST_FOLDERS = 6, 20_000
+_DEPTH = 6
 _FRESH_S = 2.0
 _LARGEST_PAGE = 64 << 20
 """Bytes of a page; those of preheat have a few megabytes at most."""
@@ -96,22 +97,9 @@ class ResultFinder:
 
     def _find(self) -> list[ResultEntry]:
         entries: list[ResultEntry] = []
-        seen = 0
-        for root in self._folders:
-            level = [root]
-            for _ in range(_DEPTH + 1):
-                below: list[Path] = []
-                for folder in level:
-                    seen += 1
-                    if seen > _MOST_FOLDERS:
-                        break
-                    if is_run(folder):
-                        # A run's other folders hold no results, and checkpoints may have thousands of files.
-                        entries += _find_in(folder / PROFILE, root)
-                        continue
-                    entries += _find_in(folder, root)
-                    below += list_folders(folder)
-                level = below
+        for root, folder, holds_run in islice(walk_folders(self._folders, _DEPTH), MOST_FOLDERS):
+            # The other folders of a run hold no results, and checkpoints may have thousands of files.
+            entries += _find_in(folder / PROFILE if holds_run else folder, root)
         return [*{entry.id: entry for entry in entries}.values()]
 
 

@@ -62,7 +62,7 @@ _CURVES = {
     "tokens_per_second": "Tokens per second",
     "gradient_norm": "Gradient norm, before clipping",
     "lr": "Learning rate",
-    "memory": "Memory after each step, GiB",
+    "memory": "Memory after each step",
 }
 """Keys of the curves that the page shows at first -> title."""
 _FILES = (
@@ -155,7 +155,9 @@ async def _show(request: Request) -> Response:
     live, keys = await run_in_threadpool(lambda: (_read_live(entry), list_keys(entry)))
     curves = [(key, title) for key, title in _CURVES.items() if key in keys or key == "loss"]
     more = [key for key in keys if key not in _CURVES]
-    return render(request, "run.html", entry=entry, curves=curves, more=more, **vars(live))
+    trainings = state_of(request).jobs.list_trainings()
+    training = next((training.id for training in reversed(trainings) if training.run.resolve() == entry.path), None)
+    return render(request, "run.html", entry=entry, curves=curves, more=more, training=training, **vars(live))
 
 
 async def _show_live(request: Request) -> Response:

@@ -22,7 +22,7 @@ from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
 from preheat.web.job_routes import build_job_routes
 from preheat.web.jobs import JobState, read_answer
-from preheat.web.plan_page import find_file, list_data_choices, read_recipe
+from preheat.web.plan_page import build_data_field, find_file, read_recipe
 from preheat.web.settings import state_of
 from preheat.web.templating import build_url, render
 
@@ -102,14 +102,7 @@ def _list_fields(state: State, recipes: tuple[Choice, ...], name: str, *, is_pla
             placeholder="choose one",
         ),
         naming,
-        Field(
-            "data",
-            "Data",
-            "Built in, or a file below the folders that this server shows.",
-            "select",
-            list_data_choices(state),
-            placeholder="as in the recipe",
-        ),
+        build_data_field(state),
         steps,
     ]
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -148,3 +149,30 @@ def watch_errors(page: Page) -> list[str]:
         lambda message: errors.append(message.text) if "Content Security Policy" in message.text else None,
     )
     return errors
+
+
+def save_page(page: Page, file: Path) -> str:
+    """Saves a page by its button, and returns the text of the file, which has no secrets, scripts or addresses."""
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save this page").click()
+    download.value.save_as(file)
+    text = file.read_text()
+    csrf = re.search(r'X-CSRF-Token": "(\w+)"', page.content().replace("&quot;", '"'))
+    assert csrf is not None
+    assert csrf[1] not in text
+    assert "<script" not in text
+    assert not re.search(r"<[^>]*\s(?:hx-\w+|on\w+|src|href|action|data-p\w+)=", text)
+    return text
+
+
+@contextmanager
+def open_offline(browser: Browser, file: Path) -> Iterator[Page]:
+    """Opens a saved page without a network; nothing in it may be blocked or fail."""
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    errors = watch_errors(page)
+    page.goto(file.as_uri())
+    assert page.evaluate("getComputedStyle(document.querySelector('main')).maxWidth") == "1560px"
+    yield page
+    context.close()
+    assert errors == []

@@ -118,6 +118,19 @@ def test_zoom_by_keyboard_reads_the_part_in_full(page: Page, site: Site) -> None
     page.locator("path.band").wait_for(state="attached")
 
 
+def test_events_are_marked_over_every_axis(page: Page, site: Site) -> None:
+    open_charts(page, site, site.ids[0])
+    marks = page.locator("figure.chart line.mark")
+    places = []
+    for axis in ("step", "tokens", "hours"):
+        page.get_by_role("combobox", name="Over").select_option(axis)
+        page.locator(f'figure.chart svg[aria-label*="over {"steps" if axis == "step" else axis}"]').wait_for()
+        assert marks.count() == 60  # a checkpoint every 50 of 3,000 steps
+        places.append([float(mark.get_attribute("x1") or "nan") for mark in marks.all()])
+    # Tokens and hours grow in proportion to the steps, so the marks stay where they are, to the pixel.
+    assert max(abs(place - places[0][n]) for row in places for n, place in enumerate(row)) <= 2
+
+
 def test_a_new_step_is_drawn_without_loading_the_page(page: Page, site: Site) -> None:
     open_charts(page, site, site.ids[1])
     value = page.locator(".chart-value")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
-from .conftest import Dashboard
+from .conftest import Dashboard, open_offline, save_page
 
 PATIENCE_MS = 150_000
 """Milliseconds for a command that imports torch, on cores that many share."""
 
 
-def test_from_a_plan_to_a_chat(page: Page, dashboard: Dashboard) -> None:
+def test_from_a_plan_to_a_chat(page: Page, dashboard: Dashboard, browser: Browser, tmp_path: Path) -> None:
     page.get_by_role("link", name="Plan", exact=True).click()
     page.get_by_label("Model or recipe").fill("0.1M")
     for label, value in (("Length", "64"), ("Batch", "4"), ("Steps", "20")):
@@ -29,6 +30,12 @@ def test_from_a_plan_to_a_chat(page: Page, dashboard: Dashboard) -> None:
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     expect(chosen).not_to_have_text(before)
+    save_page(page, tmp_path / "plan.html")
+    with open_offline(browser, tmp_path / "plan.html") as offline:
+        expect(offline.locator("circle.best")).to_be_visible()
+        expect(offline.locator("#candidate")).to_contain_text(chosen.inner_text())
+        expect(offline.locator("#memory")).to_be_visible()
+        expect(offline.get_by_text("Train this")).to_have_count(0)
     # The plan becomes a run.
     page.get_by_role("link", name="Train this").click()
     name = page.get_by_label("Name of the run").input_value()

@@ -13,7 +13,7 @@ from preheat.core.run_records import Checkpoint, Stopping
 from preheat.run.reader import Reader
 
 from ..e2e.conftest import Command
-from .conftest import TIMEOUT_MS, Dashboard, watch_errors
+from .conftest import TIMEOUT_MS, Dashboard, open_offline, save_page, watch_errors
 
 LONG = ("--set", "stop.max_steps=100000", "--set", "schedule.kind=constant", "--set", "checkpoint.every=0")
 expect.set_options(timeout=TIMEOUT_MS)
@@ -69,7 +69,7 @@ def test_a_run_is_watched_saved_stopped_in_another_tab_resumed_to_its_end_and_ki
         assert process.returncode == 143
         for tab in (page, other):
             expect(tab.locator("#state")).to_have_attribute("data-state", "stopped")
-            expect(tab.get_by_role("button", name="Stop")).to_be_disabled()
+            expect(tab.get_by_role("button", name="Stop")).to_be_hidden()
         other.close()
         assert [event.signal for event in Reader(run).events(Stopping)] == ["SIGTERM"]
 
@@ -129,3 +129,24 @@ def test_a_narrow_page_does_not_scroll_sideways(
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.context.close()
     assert errors == []
+
+
+def test_the_saved_page_opens_offline(
+    browser: Browser, shared_dashboard: Dashboard, finished: Path, tmp_path: Path
+) -> None:
+    page = shared_dashboard.open_page(browser)
+    page.goto(shared_dashboard.find_url(finished))
+    expect(page.locator("#details")).to_contain_text("Recipe")
+    expect(page.locator("#timeline")).to_contain_text("finished")
+    expect(page.locator("path.curve").first).to_be_attached()
+    curves = page.locator("figure.chart").count()
+    save_page(page, tmp_path / "run.html")
+    page.context.close()
+    with open_offline(browser, tmp_path / "run.html") as offline:
+        expect(offline.locator("figure.chart svg")).to_have_count(curves)
+        expect(offline.locator("#timeline")).to_contain_text("finished")
+        expect(offline.locator("#memory .stack").first).to_be_visible()
+        # What needs the server is left out: its buttons, the choice of another curve, the link to the log.
+        expect(offline.get_by_role("button")).to_have_count(0)
+        for text in ("Save now", "Another curve", "Smoothing", "terminal"):
+            expect(offline.get_by_text(text)).to_have_count(0)

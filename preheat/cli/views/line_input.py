@@ -6,6 +6,7 @@ import sys
 
 from preheat.cli.views.output import say
 from preheat.errors import DataError
+from preheat.hardware.interrupts import raise_keyboard_interrupt
 
 __all__ = ["read_line"]
 
@@ -23,7 +24,8 @@ def read_line(live: bool) -> str | None:
         except UnicodeDecodeError as error:
             raise DataError(f"standard input: byte {error.start} is not text in UTF-8; convert it") from None
     try:
-        return input("> ")
+        with raise_keyboard_interrupt():
+            return input("> ")
     # Ctrl-C at the prompt ends the chat, Ctrl-C within an answer only that answer.
     except (EOFError, KeyboardInterrupt):
         say()

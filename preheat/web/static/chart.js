@@ -1,6 +1,6 @@
 // Draws <figure class="chart" data-runs="ID,ID" data-key="loss" data-x="step"> and keeps it up to date.
 //
-// Further attributes: data-title; data-names, a JSON list of the runs' names; data-unit, "gib" for bytes;
+// Further attributes: data-title; data-names, a JSON list of the runs' names;
 // data-smoothing, from 0 to 0.99; data-marks="off", without events. The server sends each curve in as many bins as the
 // chart is wide, with the extremes of each, so that zooming reads the part that is shown in full. data-tools="off" leaves
 // out smoothing, axis and scale, for small charts side by side.
@@ -15,7 +15,7 @@
     tokens_per_second: "Tokens per second",
     gradient_norm: "Gradient norm",
     lr: "Learning rate",
-    memory: "Memory in use after a step, GiB",
+    memory: "Memory after each step",
     seconds: "Seconds per step",
   };
   const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours of training" };
@@ -82,7 +82,7 @@
       this.ids = figure.dataset.runs.split(",").filter(Boolean);
       this.key = figure.dataset.key;
       this.axis = figure.dataset.x || "step";
-      this.scale = figure.dataset.unit === "gib" || this.key === "memory" ? 1 / 2 ** 30 : 1;
+      this.scale = 1;
       this.title = figure.dataset.title || TITLES[this.key] || this.key.replaceAll("_", " ").replaceAll("/", ": ");
       this.smoothing = Number(figure.dataset.smoothing || 0);
       this.isLog = false;
@@ -101,16 +101,16 @@
       const { figure } = this;
       figure.replaceChildren();
       this.value = create("p", { class: "chart-value" });
-      const heading = create("h3", { id: `chart-${this.number}` }, this.title);
-      figure.setAttribute("aria-labelledby", heading.id);
+      this.heading = create("h3", { id: `chart-${this.number}` }, this.title);
+      figure.setAttribute("aria-labelledby", this.heading.id);
       this.legend = create("ul", { class: "legend" });
       this.svg = document.createElementNS(SVG, "svg");
       this.svg.setAttribute("tabindex", "0");
       this.svg.setAttribute("role", "img");
       this.table = create("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Values: ${this.title}` });
       this.details = create("details", {}, create("summary", {}, "Values as a table"), this.table);
-      this.details.addEventListener("toggle", () => this.fillTable());
-      figure.append(create("div", { class: "chart-title" }, heading, this.value), this.legend, this.svg, this.buildTools(), this.details);
+      this.details.addEventListener("toggle", () => this.details.open && this.fillTable());
+      figure.append(create("div", { class: "chart-title" }, this.heading, this.value), this.legend, this.svg, this.buildTools(), this.details);
       this.svg.addEventListener("keydown", (event) => this.press(event));
       this.svg.addEventListener("pointerdown", (event) => this.startSelection(event));
       this.svg.addEventListener("pointermove", (event) => this.point(event));
@@ -167,6 +167,7 @@
         if (!this.names) this.names = await this.findNames();
         if (isShown !== this.request) return; // a later request was faster
         this.curves = curves;
+        if (this.key === "memory") this.chooseUnit();
         this.marks = marks;
         this.error = "";
       } catch (error) {
@@ -174,6 +175,14 @@
         this.error = error.message;
       }
       this.render();
+    }
+
+    // The unit of the largest value, so that axes have short numbers.
+    chooseUnit() {
+      const most = Math.max(0, ...this.curves.flatMap((curve) => curve.high || curve.mean));
+      const unit = most >= 2 ** 30 ? "GiB" : "MiB";
+      this.scale = unit === "GiB" ? 1 / 2 ** 30 : 1 / 2 ** 20;
+      this.heading.textContent = `${this.title}, ${unit}`;
     }
 
     async fetch(path) {
@@ -216,7 +225,11 @@
             name: this.names[n],
             colour: `var(--series-${(n % COLOURS) + 1})`,
             x: curve.x,
+            // Of the whole run: the first and the last bin have their x in the middle, and events would be outside.
+            first: Math.min(curve.first ?? curve.x[0], curve.x[0]),
+            last: Math.max(curve.last ?? curve.x.at(-1), curve.x.at(-1)),
             mean,
+            newest: scaled([curve.newest])[0],
             low: curve.low ? scaled(curve.low) : null,
             high: curve.high ? scaled(curve.high) : null,
             smoothed: smooth(mean, this.smoothing),
@@ -253,8 +266,8 @@
       // Quantities that are never negative get no axis below zero.
       low = !this.isLog && low >= 0 && low < margin ? 0 : low - margin;
       high += margin;
-      const first = this.range ? this.range[0] : curves.map((curve) => curve.x[0]).reduce((a, b) => Math.min(a, b));
-      let last = this.range ? this.range[1] : curves.map((curve) => curve.x.at(-1)).reduce((a, b) => Math.max(a, b));
+      const first = this.range ? this.range[0] : curves.map((curve) => curve.first).reduce((a, b) => Math.min(a, b));
+      let last = this.range ? this.range[1] : curves.map((curve) => curve.last).reduce((a, b) => Math.max(a, b));
       if (last <= first) last = first + 1;
       let ticks = listTicks(low, high, height / 45);
       const label = (tick) => format(this.isLog ? 10 ** tick : +tick.toPrecision(12));
@@ -274,7 +287,7 @@
         draw(svg, "text", { x: left - 6, y: y + 4, "text-anchor": "end" }, label(tick));
       }
       draw(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
-      ticks = listTicks(first, last, Math.max(2, (right - left) / 110));
+      ticks = listTicks(first, last, Math.max(2, (right - left) / 75));
       for (const tick of ticks) {
         const anchor = place.x(tick) > right - 24 ? "end" : place.x(tick) < left + 12 ? "start" : "middle";
         draw(svg, "text", { x: place.x(tick), y: height - 8, "text-anchor": anchor }, format(+tick.toPrecision(12)));
@@ -285,7 +298,7 @@
       this.selection = draw(svg, "rect", { class: "selection", x: 0, y: top, width: 0, height: bottom - top, visibility: "hidden" });
       const text = curves.map((curve) => {
         const n = curve.mean.findLastIndex((value) => value !== null);
-        return `${curves.length > 1 ? `${curve.name}: ` : ""}${n < 0 ? "not finite" : format(curve.mean[n])}`;
+        return `${curves.length > 1 ? `${curve.name}: ` : ""}${n < 0 ? "not finite" : format(curve.newest ?? curve.mean[n])}`;
       });
       this.describe(curves.length > 3 ? "" : text.join(", "), curves);
       if (this.details.open) this.fillTable();
@@ -297,7 +310,7 @@
       const parts = curves.map((curve) => {
         const finite = curve.mean.filter((value) => value !== null);
         if (!finite.length) return `${curve.name}: no finite value`;
-        return `${curves.length > 1 ? `${curve.name}: ` : ""}from ${format(finite[0])} to ${format(finite.at(-1))}`;
+        return `${curves.length > 1 ? `${curve.name}: ` : ""}from ${format(finite[0])} to ${format(curve.newest ?? finite.at(-1))}`;
       });
       const help = "Zoom with plus and minus, move with the arrow keys, show all with 0.";
       this.svg.setAttribute("aria-label", `${this.title} over ${AXES[this.axis].toLowerCase()}. ${parts.join("; ") || text}. ${help}`);
@@ -349,14 +362,13 @@
       }
     }
 
-    // Events have steps only, so they are not drawn over tokens and hours.
     drawMarks(place) {
       this.shownMarks = [];
-      if (this.axis !== "step") return;
       const seen = new Set();
       for (const event of this.marks) {
-        if (event.step === null || event.step < place.first || event.step > place.last) continue;
-        const x = Math.round(place.x(event.step));
+        const at = event[this.axis];
+        if (at === null || at < place.first || at > place.last) continue;
+        const x = Math.round(place.x(at));
         const name = `${x} ${event.is_bad}`;
         this.shownMarks.push({ x, event });
         if (seen.has(name)) continue;
@@ -386,7 +398,7 @@
     }
 
     fillTable() {
-      if (!this.details.open || !this.drawn) return;
+      if (!this.drawn) return;
       const head = create("tr", {}, create("th", { class: "n", scope: "col" }, AXES[this.axis]), ...this.drawn.map((curve) => create("th", { class: "n", scope: "col" }, curve.name)));
       const all = [...new Set(this.drawn.flatMap((curve) => curve.x))].sort((a, b) => a - b);
       const rows = Math.min(TABLE_ROWS, all.length);
@@ -510,6 +522,10 @@
   };
   document.body.addEventListener("preheat:change", (event) => {
     for (const figure of document.querySelectorAll("figure.chart[data-runs]")) drawn.get(figure)?.update(event.detail.ids);
+  });
+  // The page is about to be saved as a file, in which a closed table is opened without this script.
+  document.addEventListener("preheat:save", () => {
+    for (const figure of document.querySelectorAll("figure.chart[data-runs]")) drawn.get(figure)?.fillTable();
   });
   // Fragments that htmx brings may have charts.
   document.body.addEventListener("htmx:load", (event) => start(event.detail.elt));

@@ -5,10 +5,10 @@
 
   function follow() {
     const running = live.querySelector("#state")?.dataset.state === "running";
-    for (const id of ["save", "stop"]) {
-      const button = document.getElementById(id);
-      if (button) button.disabled = !running || Boolean(live.querySelector("#unreachable"));
-    }
+    const actions = document.getElementById("actions");
+    if (!actions) return;
+    actions.hidden = !running;
+    for (const button of actions.querySelectorAll("button")) button.disabled = Boolean(live.querySelector("#unreachable"));
     // "It finishes the step in progress" is over once the run has ended.
     if (!running) document.querySelector("#message .notice:not(.bad)")?.remove();
   }

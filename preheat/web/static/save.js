@@ -1,50 +1,73 @@
 // Saves a page as it is now as one file: styles inside, without scripts, forms and secrets; it opens offline.
 "use strict";
 
-document.addEventListener("click", async (event) => {
-  const button = event.target.closest("#save-page");
-  if (!button) return;
-  const styles = [];
-  for (const link of document.querySelectorAll('link[rel="stylesheet"]')) {
-    const answer = await fetch(link.href);
-    if (!answer.ok) return;
-    styles.push(await answer.text());
-  }
-  const page = document.documentElement.cloneNode(true);
-  const canvases = document.querySelectorAll("canvas");
-  page.querySelectorAll("canvas").forEach((canvas, n) => {
-    const image = document.createElement("img");
-    image.src = canvases[n].toDataURL();
-    image.alt = canvas.getAttribute("aria-label") || "";
-    image.style.cssText = canvas.style.cssText;
-    canvas.replaceWith(image);
-  });
-  const dropped = "script, link, noscript, meta[name='htmx-config'], meta[http-equiv], form.filter, form.actions, body > header, .skip, button, input, select, textarea, iframe";
-  for (const element of page.querySelectorAll(dropped)) element.remove();
-  for (const element of [page, ...page.querySelectorAll("*")]) {
-    for (const { name } of [...element.attributes]) {
-      if (name.startsWith("hx-") || name.startsWith("on") || name === "data-prefix") element.removeAttribute(name);
+(() => {
+  // What works only with the server; pages mark more of it by data-live.
+  const LIVE = "script, link, style, noscript, meta[name='htmx-config'], meta[http-equiv], form, .actions, .chart-tools, body > header, .skip, button, input, select, textarea, iframe, [data-live]";
+  const URLS = ["href", "src", "action", "data-prefix", "data-points", "data-stream", "data-watch"];
+
+  const copyPage = () => {
+    // Charts fill their tables of values, which are closed on the page.
+    document.dispatchEvent(new Event("preheat:save"));
+    const page = document.documentElement.cloneNode(true);
+    const canvases = document.querySelectorAll("canvas");
+    page.querySelectorAll("canvas").forEach((canvas, n) => {
+      const image = document.createElement("img");
+      image.src = canvases[n].toDataURL();
+      image.alt = canvas.getAttribute("aria-label") || "";
+      image.style.cssText = canvas.style.cssText;
+      canvas.replaceWith(image);
+    });
+    for (const button of page.querySelectorAll(".legend button")) {
+      const key = document.createElement("span");
+      key.style.cssText = button.style.cssText;
+      key.textContent = button.textContent;
+      button.replaceWith(key);
     }
-  }
-  // Links into the server lead nowhere from a file.
-  for (const link of page.querySelectorAll("a")) link.replaceWith(...link.childNodes);
-  const head = page.querySelector("head");
-  const policy = document.createElement("meta");
-  policy.httpEquiv = "Content-Security-Policy";
-  policy.content = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
-  const generator = document.createElement("meta");
-  generator.name = "generator";
-  generator.content = "preheat";
-  const style = document.createElement("style");
-  style.textContent = styles.join("\n");
-  head.append(generator, policy, style);
-  const saved = document.createElement("p");
-  saved.className = "small";
-  saved.textContent = `Saved on ${new Date().toLocaleString()}.`;
-  page.querySelector("main").append(saved);
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([`<!doctype html>\n${page.outerHTML}`], { type: "text/html" }));
-  link.download = `${button.dataset.name || "page"}.html`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-});
+    for (const element of page.querySelectorAll(LIVE)) element.remove();
+    for (const point of page.querySelectorAll("svg [role='button']")) {
+      point.setAttribute("role", "img");
+      point.removeAttribute("tabindex");
+      point.removeAttribute("aria-pressed");
+    }
+    // Drawings have the width of the window that they were made for.
+    for (const drawing of page.querySelectorAll(".chart svg")) drawing.style.removeProperty("height");
+    // Links into the server lead nowhere from a file.
+    for (const link of page.querySelectorAll("a")) link.replaceWith(...link.childNodes);
+    for (const element of [page, ...page.querySelectorAll("*")]) {
+      for (const { name } of [...element.attributes]) {
+        if (name.startsWith("hx-") || name.startsWith("on") || (URLS.includes(name) && element.localName !== "img")) element.removeAttribute(name);
+      }
+    }
+    return page;
+  };
+
+  const complete = (page) => {
+    const policy = document.createElement("meta");
+    policy.httpEquiv = "Content-Security-Policy";
+    policy.content = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
+    const generator = document.createElement("meta");
+    generator.name = "generator";
+    generator.content = "preheat";
+    const style = document.createElement("style");
+    const sheets = [...document.styleSheets].filter((sheet) => sheet.href?.startsWith(`${location.origin}/`));
+    style.textContent = sheets.flatMap((sheet) => [...sheet.cssRules].map((rule) => rule.cssText)).join("\n");
+    page.querySelector("head").append(generator, policy, style);
+    const saved = document.createElement("p");
+    saved.className = "small";
+    saved.textContent = `Saved on ${new Date().toLocaleString()}.`;
+    page.querySelector("main").append(saved);
+  };
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("#save-page");
+    if (!button) return;
+    const page = copyPage();
+    complete(page);
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([`<!doctype html>\n${page.outerHTML}`], { type: "text/html" }));
+    link.download = `${button.dataset.name || "page"}.html`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  });
+})();

@@ -16,7 +16,14 @@ import pytest
 from preheat.cli import main
 from preheat.cli.train import build_resume_command
 from preheat.hardware.child_processes import describe_exit, listen, tie_to_parent
-from preheat.hardware.interrupts import Interrupted, check, handled_signals, raise_on_signal
+from preheat.hardware.interrupts import (
+    Interrupted,
+    check,
+    handled_signals,
+    ignore_keyboard_interrupt,
+    raise_keyboard_interrupt,
+    raise_on_signal,
+)
 from preheat.training.signals import Signals
 
 
@@ -31,6 +38,18 @@ def test_a_signal_raises_once_and_handlers_are_put_back() -> None:
     assert (caught.value.exit_code, str(caught.value)) == (143, "interrupted by SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
     check()  # what is over is not raised again
+
+
+def test_ctrl_c_within_an_answer_ends_the_answer_and_later_the_command() -> None:
+    with raise_on_signal():
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), raise_keyboard_interrupt():
+                signal.raise_signal(signal.SIGINT)
+        with ignore_keyboard_interrupt():
+            signal.raise_signal(signal.SIGINT)
+        check()
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_signal_that_python_drops_in_a_callback_is_raised_after_it() -> None:

@@ -10,11 +10,13 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
 
-from preheat.core.run_records import Checkpoint, StepMetrics
+from preheat.core.run_records import Checkpoint, Started, StepMetrics
 from preheat.run.writer import Writer
 from preheat.web import events, index
 from preheat.web.app import create_app
 from preheat.web.settings import Settings
+
+from .test_runs_page import connect
 
 
 @pytest.fixture
@@ -51,6 +53,22 @@ def test_runs_curves_and_events(client: TestClient) -> None:
     coarse = client.get(f"{url}/curves", params={"points": "2"}).json()
     assert (coarse["low"], coarse["high"]) == ([2.5, 2.0], [2.9, 2.4])
     assert [event["kind"] for event in client.get(f"{url}/events").json()["events"]] == ["checkpoint"]
+
+
+def test_events_are_placed_over_tokens_and_hours(runs: Path) -> None:
+    writer = Writer(runs / "c")
+    writer.write_text("recipe.yaml", "name: c\n")
+    writer.write_event(Started())
+    for step in (2, 4, 6):  # logged at every second step
+        writer.write_metric(StepMetrics(step, loss=1.0, tokens=100 * step, elapsed=1800.0 * step))
+    for step in (0, 3, 6, 7):
+        writer.write_event(Checkpoint(step=step))
+    writer.close()
+    client = connect(runs)
+    (run,) = [run for run in client.get("/api/runs").json()["runs"] if run["name"] == "c"]
+    marks = client.get(f"/api/runs/{run['id']}/events").json()["events"]
+    places = [(mark["step"], mark["tokens"], mark["hours"]) for mark in marks]
+    assert places == [(None, None, None), (0, 0, 0), (3, 300, 1.5), (6, 600, 3), (7, 600, 3)]
 
 
 def test_the_table_is_csv_that_computes_nothing(client: TestClient) -> None:

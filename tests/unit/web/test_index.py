@@ -184,6 +184,9 @@ def test_a_long_curve_keeps_its_extremes_at_every_zoom(run: RunEntry) -> None:
     outline = read_outline(run, "loss", points=500)
     assert len(outline.x) <= 500
     assert (outline.rows, outline.is_exact, outline.first, outline.last) == (count, False, 1, count)
+    assert outline.newest == -50.0
+    # Also if the last row would fill a block.
+    assert read_outline(run, "loss", last=1 << 16, points=500).newest == losses[(1 << 16) - 1]
     assert max(filter(None, outline.high)) == 100.0
     assert min(filter(None, outline.low)) == -50.0
     (broken,) = outline.broken

@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 from preheat.core.run_records import Finished, Measured, Started, StepMetrics
 from preheat.run.writer import Writer
+from preheat.web import catalogue as catalogue_module
 from preheat.web import index
 from preheat.web.app import create_app
+from preheat.web.catalogue import Catalogue
 from preheat.web.labels import Labels, change_labels, read_labels
 from preheat.web.settings import Settings
 
@@ -53,6 +56,27 @@ def client(runs: Path) -> TestClient:
 
 def list_names(page: str) -> list[str]:
     return re.findall(r'<a id="open-\w+" href="[^"]+">([^<]+)</a>', page)
+
+
+def test_a_run_that_is_newer_than_the_list_has_a_page(client: TestClient, runs: Path) -> None:
+    assert set(list_names(client.get("/").text)) == set(LOSSES)
+    write_run(runs / "d", 1.0)
+    (entry,) = [entry for entry in Catalogue((runs,)).list_runs() if entry.name == "d"]
+    assert client.get(f"/runs/{entry.id}").status_code == 200
+
+
+def test_unknown_runs_are_searched_four_times_a_second_at_most(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(catalogue_module.time, "monotonic", lambda: clock[0])
+    catalogue = Catalogue((runs,))
+    readings: list[float] = []
+    read = catalogue._find
+    monkeypatch.setattr(catalogue, "_find", lambda: (readings.append(clock[0]), read())[1])
+    for _ in range(20):
+        with pytest.raises(HTTPException):
+            catalogue.find("0123456789abcdef")
+        clock[0] += 0.0625
+    assert readings == [100.0, 100.25, 100.5, 100.75, 101.0]
 
 
 def find_id(page: str, name: str) -> str:
