@@ -1,4 +1,4 @@
-"""Builds the site (`make docs`) from docs/pages, the notebooks, the registry, the recipe's schema and benchmarks/results."""
+"""Builds the site (`make docs`) from docs/pages, notebooks, the registry, the recipe schema and benchmarks/results."""
 
 import ast
 import base64

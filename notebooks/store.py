@@ -45,7 +45,14 @@ LARGEST = 400_000  # bytes of a notebook with its plots; the commit hook refuses
 TOLERANCE = 0.02  # of planned memory: releases of torch differ by less
 # Replaces model and data of a built-in recipe: 0.2 s for a dry run instead of seconds, and no weights.
 SMALL = {
-    "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 128,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": 1024,
+        "max_positions": 2048,
+    },
     "data": {"source": "stdlib"},
 }
 
@@ -78,7 +85,11 @@ def execute(notebook: NotebookNode, folder: Path, *, small: bool = False, timeou
     if small:
         environment["PREHEAT_NOTEBOOK"] = "test"
     client = NotebookClient(
-        notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=timeout,
+        startup_timeout=300,  # a busy machine takes minutes to import
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env=environment)
 
@@ -201,11 +212,19 @@ def name_processor() -> str:
 def store(path: Path, *, small: bool, out: Path | None) -> None:
     """Runs one notebook and writes it back with its outputs, or into another folder."""
     import nbformat
+    from nbclient.exceptions import CellExecutionError
 
     notebook = nbformat.read(path, as_version=4)
     begun, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
-        execute(notebook, Path(folder), small=small)
+        try:
+            execute(notebook, Path(folder), small=small)
+        except CellExecutionError as error:
+            print(
+                f"{error}\n{path.stem}: a cell failed, nothing was stored: {error.ename}: {error.evalue}",
+                file=sys.stderr,
+            )
+            raise SystemExit(1) from None
         errors = clean(notebook, Path(folder))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
