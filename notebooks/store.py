@@ -103,7 +103,7 @@ def clean(notebook: NotebookNode, folder: Path) -> list[str]:
         if cell.cell_type != "code":
             continue
         errors += [output.text for output in cell.outputs if output.get("name") == "stderr"]
-        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+        cell.outputs = merge_streams([output for output in cell.outputs if output.get("name") != "stderr"])
         for output in cell.outputs:
             if "text" in output:
                 output.text = clean_text(output.text, folder)
@@ -111,6 +111,17 @@ def clean(notebook: NotebookNode, folder: Path) -> list[str]:
                 shrink = kind == "image/png"
                 output.data[kind] = shrink_picture(content) if shrink else clean_text(content, folder)
     return errors
+
+
+def merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """The outputs with neighbouring texts joined: a kernel sends them in pieces that differ from run to run."""
+    merged: list[NotebookNode] = []
+    for output in outputs:
+        if merged and output.output_type == merged[-1].output_type == "stream" and output.name == merged[-1].name:
+            merged[-1].text += output.text
+        else:
+            merged.append(output)
+    return merged
 
 
 def clean_text(text: str, folder: Path) -> str:

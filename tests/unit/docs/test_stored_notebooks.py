@@ -90,3 +90,13 @@ def test_text_changes_do_not_make_outputs_outdated_and_code_changes_do(store: Mo
 def test_stored_text_has_no_progress_paths_or_addresses(store: ModuleType, tmp_path: Path) -> None:
     text = f"10 %\r100 %\rdone\n{tmp_path}/tmpab12_/runs <F at 0x7f01> {ROOT}/preheat\r\n"
     assert store.clean_text(text, tmp_path) == "done\nfolder/runs <F> ./preheat\r\n"
+
+
+def test_stored_texts_are_joined_up_to_the_next_plot(store: ModuleType, tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    texts = [nbformat.v4.new_output("stream", text=f"{n}\n") for n in range(3)]
+    plot = nbformat.v4.new_output("display_data", data={"text/plain": "a plot"})
+    logged = nbformat.v4.new_output("stream", name="stderr", text="a warning\n")
+    cell = nbformat.v4.new_code_cell(outputs=[texts[0], logged, texts[1], plot, texts[2]])
+    assert store.clean(nbformat.v4.new_notebook(cells=[cell]), tmp_path) == ["a warning\n"]
+    assert [output.get("text") for output in cell.outputs] == ["0\n1\n", None, "2\n"]
