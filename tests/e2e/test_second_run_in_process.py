@@ -64,7 +64,9 @@ def test_a_second_run_in_a_process_measures_the_peak_that_it_measures_alone(preh
         assert process.returncode == 0, errors
         return [float(line) for line in printed.splitlines() if line[0].isdigit()]
 
-    (alone,) = measure("4")
-    first, second = measure("16", "4")
-    assert first > 2 * alone
+    (alone,) = measure("24")
+    first, second = measure("32", "24")
+    assert first > 1.2 * alone
+    # Code and modules that a process loads in its first step stay resident: about 12 MiB.
+    assert alone > 0.25
     assert second == pytest.approx(alone, rel=0.05)
