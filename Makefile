@@ -16,7 +16,7 @@ TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 PIP := .venv/bin/python -m pip install --quiet --no-compile
 
-.PHONY: help .venv demo test test-slow test-torch test-pairs test-presets test-scale architectures check bench gpu-check docs dist
+.PHONY: help .venv demo test test-slow test-torch test-pairs test-presets test-scale architectures check bench gpu-check docs notebooks store-notebooks dist
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
@@ -31,6 +31,8 @@ help:
 	@echo "make bench      compare training speed and memory with other trainers, on this CPU"
 	@echo "make gpu-check  run the tests and benchmarks that need a CUDA device"
 	@echo "make docs       build the site in site/: guides, techniques, recipe keys, evidence"
+	@echo "make notebooks  install JupyterLab into .venv and open it in notebooks/"
+	@echo "make store-notebooks  run all notebooks at their real size and store their outputs in them"
 	@echo "make dist       build and check the wheel and the source archive in dist/"
 
 .venv: .venv/installed-dev
@@ -109,6 +111,18 @@ gpu-check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	@$(RUN) docs/build.py && echo "the site is in site/: open site/index.html"
+
+# The constraints keep the locked releases; JupyterLab's own packages are not locked.
+.venv/installed-notebooks: .venv/installed requirements-dev.lock pyproject.toml
+	@echo "installing into .venv what the notebooks need (JupyterLab)"
+	@$(PIP) --constraint requirements.lock --constraint requirements-dev.lock --no-build-isolation --editable '.[notebooks]'
+	@touch $@
+
+notebooks: .venv/installed-notebooks
+	@.venv/bin/jupyter lab --notebook-dir notebooks
+
+store-notebooks: $(INSTALLED)
+	@$(RUN) notebooks/store.py $(NOTEBOOKS)
 
 dist: $(INSTALLED)
 	@rm -rf dist build

@@ -1,6 +1,7 @@
-"""Builds the site (`make docs`) from docs/pages, the registry, the recipe's schema and benchmarks/results."""
+"""Builds the site (`make docs`) from docs/pages, notebooks, the registry, the recipe schema and benchmarks/results."""
 
 import ast
+import base64
 import collections.abc
 import dataclasses
 import inspect
@@ -459,6 +460,25 @@ def evidence_page() -> str:
     return "\n".join(lines)
 
 
+def notebook_page(path: Path, pictures: Path) -> str:
+    """The Markdown of a notebook with its stored outputs; writes its plots into the folder `pictures`."""
+    lines = []
+    for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        lines += [source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```", ""]
+        for n, output in enumerate(cell.get("outputs", [])):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                name = f"{path.stem}-{number}-{n}.png"
+                (pictures / name).write_bytes(base64.b64decode("".join(data["image/png"])))
+                lines += [f"![Plot of cell {number}]({name})", ""]
+            elif "text/html" in data:
+                lines += [f"<div>{''.join(data['text/html'])}</div>", ""]
+            else:
+                lines += [f"```text\n{''.join(data['text/plain']).rstrip()}\n```", ""]
+    return "\n".join(lines)
+
+
 def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
     """Writes the pages into `sources` and the site into `target`; what was there is replaced."""
     shutil.rmtree(sources, ignore_errors=True)
@@ -475,6 +495,9 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
         "evidence.md": evidence_page(),
         "recipe.schema.json": json.dumps(build_json_schema(), indent=1) + "\n",
     }
+    (sources / "notebooks").mkdir()
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        pages[f"notebooks/{notebook.stem}.md"] = notebook_page(notebook, sources / "notebooks")
     for name, text in pages.items():
         path = sources / name
         path.parent.mkdir(parents=True, exist_ok=True)

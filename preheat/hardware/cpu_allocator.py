@@ -30,9 +30,10 @@ _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 
 @functools.cache
 def install_heap() -> str | None:
-    """Releases unused memory and allocates CPU tensors from our heap for the rest of the process; idempotent.
+    """Allocates CPU tensors from our heap for the rest of the process; idempotent.
 
-    The high-water mark and the tensors allocated before are unaffected. glibc keeps all other freed memory.
+    The first call also releases unused memory; after it, `release_unused` does. The high-water mark and the tensors
+    allocated before are unaffected. glibc keeps all other freed memory.
 
     Returns:
         None, or why the heap is not used: the system is not Linux with glibc, or there is no C++ compiler. Without the

@@ -30,7 +30,7 @@ from preheat.core.run_records import (
 from preheat.errors import DoesNotFit
 from preheat.files import to_plain_data
 from preheat.hardware.catalogue import resolve_accelerator
-from preheat.hardware.cpu_allocator import install_heap, release_small
+from preheat.hardware.cpu_allocator import install_heap, release_unused
 from preheat.hardware.deterministic import describe_exactness
 from preheat.hardware.energy import count_cpu_energy, count_gpu_energy
 from preheat.hardware.gpu_memory import read_memory_peak, read_uuid
@@ -151,9 +151,10 @@ def plan_loop(
     for key in loop.foreign.reading.not_understood:
         watch.notice(f"{key.key}: {key.value}: not understood; {key.assumed}")
     _judge(plan, request, on_misfit, watch)
-    # After planning, which imports modules of its own.
+    # After planning, which imports modules of its own. What an earlier loop in this process freed would be counted as
+    # held by the imports, and then be reused.
     gc.collect()
-    release_small(kind)
+    release_unused(kind)
     return LoopPlan(loop, request, plan, max(resident_bytes() - held, 0) if kind == "cpu" else 0)
 
 

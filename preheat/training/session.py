@@ -273,6 +273,8 @@ def open_session(
     # waits.
     ranks = join_process_group(recipe)
     device, threads = resolve_device(recipe, ranks.on_host)
+    # Before planning, which counts the resident memory of this process as in use.
+    _free_earlier_run(device)
     ready: _Ready | None = None
     # 2. Rank 0 reads, benchmarks and plans; the others wait for its decisions and read the cached data afterwards.
     if ranks.lead:
@@ -627,8 +629,9 @@ def reset_memory_baseline(device: Device) -> int:
     Returns:
         Bytes not available to the run: those of this process before the build (CPU) or of other processes (GPU).
     """
-    gc.unfreeze()  # so that the garbage of an earlier run in this process is collected
-    gc.collect()
+    if device.kind == "cpu":
+        install_heap()
+    _free_earlier_run(device)
     gc.freeze()
     # At the end of the process extensions report what is not collected as leaks.
     atexit.unregister(gc.unfreeze)
@@ -637,6 +640,12 @@ def reset_memory_baseline(device: Device) -> int:
         limit_memory(device)
         reset_peak("cuda")
         return read_bytes_in_use(device)
-    install_heap()
     reset_peak()
     return resident_bytes()
+
+
+def _free_earlier_run(device: Device) -> None:
+    """Frees the memory of an earlier run in this process; else it would be in the baseline, and be reused uncounted."""
+    gc.unfreeze()  # so that the garbage of the earlier run is collected
+    gc.collect()
+    release_unused(device.kind)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def test_there_are_notebooks() -> None:
@@ -19,25 +20,17 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.filterwarnings("default")  # the kernel's client is not ours
 @pytest.mark.parametrize("path", [pytest.param(path, marks=pytest.mark.slow, id=path.stem) for path in NOTEBOOKS])
 def test_a_notebook_runs(path: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat = pytest.importorskip(
-        "nbformat", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'"
-    )
-    nbclient = pytest.importorskip(
-        "nbclient", reason="notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'"
-    )
-    for name, value in {
-        "PREHEAT_NOTEBOOK": "test",
-        "PREHEAT_CACHE": str(cache),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-        "TMPDIR": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
+    reason = "notebooks are run with nbclient and ipykernel: pip install 'preheat[dev]'"
+    nbformat = pytest.importorskip("nbformat", reason=reason)
+    pytest.importorskip("nbclient", reason=reason)
+    spec = importlib.util.spec_from_file_location("store_notebooks", FOLDER / "store.py")
+    assert spec is not None
+    assert spec.loader is not None
+    store = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(store)
+    monkeypatch.setenv("PREHEAT_CACHE", str(cache))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(
-        notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    store.execute(notebook, tmp_path, small=True, timeout=280)
     shown = [kind for cell in notebook.cells for out in cell.get("outputs", []) for kind in out.get("data", {})]
     assert shown.count("image/png") >= 2, "plots are drawn"
