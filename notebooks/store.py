@@ -161,7 +161,10 @@ def describe_recipe(path: Path) -> dict:
     from preheat.planning.dry_run import observe
     from preheat.planning.request import Request
 
-    small = parse(yaml.safe_dump({**settings, **SMALL}), where=str(path))
+    techniques = dict(settings["techniques"])
+    if techniques.get("mixed_precision", {}).get("mode") == "auto":
+        techniques["mixed_precision"] = {"mode": "fp32"}  # auto differs between the CPUs that check
+    small = parse(yaml.safe_dump({**settings, **SMALL, "techniques": techniques}), where=str(path))
     world = 8 if "fsdp" in settings["techniques"] else 1
     request = Request(small, Device("cpu", "any", 2**35), vocabulary=1024, world=world)
     return {**described, "planned_mib": round(max(observe(request).peak.values()) / 2**20, 3)}
