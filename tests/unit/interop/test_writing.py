@@ -189,6 +189,12 @@ def test_a_file_of_rows_tells_their_layout(tmp_path: Path) -> None:
     assert write(unknown, "trl")[0].lost == ()  # which recognizes rows itself
 
 
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl", "ms-swift"])
+def test_automatic_precision_is_that_of_a_gpu(to: str) -> None:
+    automatic = parse(LORA.replace("mode: bf16", "mode: auto"))
+    assert write(automatic, to)[1] == write(parse(LORA), to)[1]
+
+
 SWIFT = """\
 model: tiny
 use_hf: true
