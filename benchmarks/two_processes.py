@@ -35,7 +35,14 @@ techniques: {techniques}
 hardware: {{device: cpu, threads: 1}}
 """
 APART = "two that share nothing"
-MANY = {"one process": None, "data_parallel": "data_parallel", "fsdp": "fsdp", APART: None}
+MANY: dict[str, tuple[str, ...]] = {  # techniques of each; two processes if there are any
+    "one process": (),
+    "data_parallel": ("data_parallel={}",),
+    "data_parallel, zero1": ("data_parallel={}", "zero1={}"),
+    "fsdp, reshard_after_forward: false": ("fsdp={reshard_after_forward: false}",),
+    "fsdp": ("fsdp={}",),
+    APART: (),
+}
 
 
 def measure_scaling(folder: Path, rounds: int, steps: int, rows: int) -> dict[str, list[dict[str, Any]]]:
@@ -43,9 +50,9 @@ def measure_scaling(folder: Path, rounds: int, steps: int, rows: int) -> dict[st
     recipe.write_text(RECIPE.format(model=MODEL, steps=steps, techniques=FAST, rows=rows), encoding="utf-8")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in MANY}
     for n in range(rounds):
-        for name in [*list(MANY)[n % 4 :], *list(MANY)[: n % 4]]:
-            out = folder / f"{name}-{rows}-{n}".replace(" ", "-")
-            more = ["--set", f"techniques.{MANY[name]}={{}}", "--nproc", "2"] if MANY[name] else []
+        for turn, name in enumerate([*list(MANY)[n % len(MANY) :], *list(MANY)[: n % len(MANY)]]):
+            out = folder / f"{rows}-{n}-{turn}"
+            more = [*list_overrides(MANY[name]), "--nproc", "2"] if MANY[name] else []
             if name == APART:
                 other = threading.Thread(
                     target=run, args=(recipe, folder / f"{out.name}-other", ["--set", f"batch.size={rows // 2}"])
@@ -59,6 +66,11 @@ def measure_scaling(folder: Path, rounds: int, steps: int, rows: int) -> dict[st
             found[name].append(one)
             print(rows, name, one, flush=True)
     return found
+
+
+def list_overrides(techniques: tuple[str, ...]) -> list[str]:
+    """Options of `preheat train` that add techniques (`fsdp={}`)."""
+    return [part for technique in techniques for part in ("--set", f"techniques.{technique}")]
 
 
 def run(recipe: Path, out: Path, more: list[str]) -> dict[str, Any]:

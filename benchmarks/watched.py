@@ -32,33 +32,7 @@ SKIPPED = 5
 """First steps, which are slower."""
 TRACKERS = ("mlflow", "swanlab", "tensorboard", "trackio", "wandb", "failing", "hanging")
 WATCHERS = ("nobody", "browsers", *TRACKERS)
-FAULTY = """
-import time
-
-from preheat.tracking.tracker import Tracker
-
-
-class Failing(Tracker):
-    name, package, pip = "failing", "json", "nothing"
-
-    def start(self, start, known):
-        return "run"
-
-    def metrics(self, step, values):
-        raise OSError(28, "No space left on device")
-
-    def table(self, step, name, table): ...
-    def summary(self, values): ...
-    def artifact(self, file): ...
-    def finish(self, status): ...
-
-
-class Hanging(Failing):
-    name = "hanging"
-
-    def start(self, start, known):
-        time.sleep(60)
-"""
+FAULTY = Path(__file__).parents[1] / "tests/e2e/faulty_trackers.py"
 ALL_CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -70,7 +44,7 @@ def start_training(folder: Path, name: str, steps: int, by: str) -> subprocess.P
         "-m",
         "preheat",
         "--plugin",
-        "faulty",
+        "faulty_trackers",
         "train",
         "demo",
         "--out",
@@ -173,7 +147,7 @@ def measure_pair(number: int, steps: int, by: str) -> tuple[float, float]:
     folder = Path(tempfile.mkdtemp(prefix="preheat-watched-"))
     try:
         (folder / "runs").mkdir()
-        (folder / "faulty.py").write_text(FAULTY)
+        shutil.copy(FAULTY, folder)
         order = ["alone", by]
         random.Random(f"{by} {number}").shuffle(order)
         seconds = {watcher: measure(folder, f"run-{watcher}", steps, watcher) for watcher in order}

@@ -24,8 +24,8 @@ def calibrate(
 ) -> None:
     """Measure this machine's matrix rates, memory bandwidth and operators, and store them for `plan` and `train`.
 
-    Takes 15 to 60 seconds. Run it while nothing else runs: otherwise rates may be too low, and some sizes are
-    interpolated.
+    Takes about a minute, and several on a slow machine. Run it while nothing else runs: otherwise rates may be too low,
+    and some sizes are interpolated.
 
     Example: preheat calibrate --threads 2
     """

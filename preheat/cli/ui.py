@@ -37,14 +37,20 @@ def ui(
 
     Example: preheat ui runs
     """
+    import re
     import secrets
     import socket
 
-    from preheat.web.server import open_socket, serve
+    from preheat.web.server import build_server, open_socket
     from preheat.web.settings import Settings
 
     paths = folders or [Path("runs")]
     for path in paths:
+        if match := re.match(r"([a-z][a-z0-9+]*):/+(.+)", str(path)):  # Path has joined the slashes
+            raise RecipeError(
+                f"{match[1]}://{match[2]}: is a URL, and the dashboard shows local folders; run preheat ui on the "
+                "machine that trains, or write a page of each run with preheat report URL"
+            )
         if path.exists() and not path.is_dir():
             raise RecipeError(f"{path}: is not a folder; name the folder that holds your runs")
     if folders:
@@ -59,7 +65,7 @@ def ui(
     if not is_local:
         names |= {socket.gethostname().lower(), *map(_bracket, (host.lower(), *_list_addresses(host)))}
     token = secrets.token_urlsafe(24)
-    settings = Settings(tuple(paths), token, port, frozenset(names), prefix, read_only)
+    server = build_server(Settings(tuple(paths), token, port, frozenset(names), prefix, read_only))
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, _bracket(host))
     url = f"http://{shown}:{port}{prefix}/?token={token}"
     if not is_local:
@@ -75,7 +81,7 @@ def ui(
         import webbrowser
 
         webbrowser.open(url)
-    serve(settings, listener)
+    server.run(sockets=[listener])
 
 
 def _list_addresses(host: str) -> set[str]:

@@ -641,7 +641,7 @@ def rates(
         stored = None
     # With a progress callback, the caller shows what takes the time.
     if progress is None and measure and stored is None:
-        _log.warning("measuring this machine, once; 15 to 60 seconds")
+        _log.warning("measuring this machine, once: about a minute, and several on a slow or busy machine")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (again and stored.contended and _is_quiet(threads))):
         return remeasure_rates(device, threads, progress, grid)

@@ -463,9 +463,11 @@ def _find_state(events: Sequence[Event], metrics: Sequence[StepMetrics], plan: P
             "failed", f"Failed at {at}" + (f": {failed.reason}" if failed.reason else ". No reason was recorded.")
         )
     if stopping := next((event for event in session if isinstance(event, Stopping)), None):
-        return RunState(
-            "stopped", f"Stopped early at {at}" + (f" ({stopping.signal})" if stopping.signal else "") + "."
-        )
+        signal = f" ({stopping.signal})." if stopping.signal else "."
+        if planned and step >= planned:
+            text = f"All {planned:,.0f} steps are done and saved. The run was stopped before its last figures{signal}"
+            return RunState("stopped", text)
+        return RunState("stopped", f"Stopped early at {at}{signal}")
     if any(isinstance(event, Finished) for event in session):
         return RunState("finished", f"Finished at {at}{_early(session)}.")
     if not events and not metrics:

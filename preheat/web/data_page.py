@@ -99,12 +99,13 @@ def _preview(state: State, values: Mapping[str, str], fields: Mapping[str, Field
     if rows > 50:
         raise RecipeError(f"Sequences: {rows:,}: a page shows up to 50; use preheat data --rows for more")
     recipe, cwd = choose_recipe(state, choices, values["recipe"])
-    folder = state.jobs.create_folder()
-    options = [f"--rows={rows}", f"--html={folder / _PAGE}"]
-    if "data" in values:
-        options.append(f"--set=data.source={to_json(find_file(state, values['data']))}")
-    command = ["data", "--json", *options, "--", recipe]
-    return state.jobs.start(f"Data of {values['recipe'] if cwd is None else recipe}", command, folder=folder, cwd=cwd)
+    with state.jobs.create_folder() as folder:
+        options = [f"--rows={rows}", f"--html={folder / _PAGE}"]
+        if "data" in values:
+            options.append(f"--set=data.source={to_json(find_file(state, values['data']))}")
+        command = ["data", "--json", *options, "--", recipe]
+        title = f"Data of {values['recipe'] if cwd is None else recipe}"
+        return state.jobs.start(title, command, folder=folder, cwd=cwd)
 
 
 async def _render_job(request: Request, job: Job) -> Response:

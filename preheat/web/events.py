@@ -80,7 +80,7 @@ class _Watcher:
                 f"{_MOST_STREAMS} pages are open already, the most that this server updates; close some of them. "
                 "This page is shown, but does not update itself.\n",
                 503,
-                {"retry-after": "30"},
+                {"retry-after": "30", "connection": "close"},
             )
         names = request.query_params.get("runs", "")
         stream = _Stream(frozenset(names.split(",")[:1_000]) if names else None)

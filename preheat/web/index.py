@@ -697,7 +697,10 @@ def _describe_state(state: RunState, session: _Session, step: int | None, steps:
         case "failed":
             return f"Failed at {at}: {reason or 'no reason is recorded'}."
         case "stopped":
-            return f"Stopped early at {at}" + (f" ({reason})." if reason else ".")
+            signal = f" ({reason})." if reason else "."
+            if steps and (step or 0) >= steps:
+                return f"All {steps:,} steps are done and saved. The run was stopped before its last figures{signal}"
+            return f"Stopped early at {at}{signal}"
         case "elsewhere":
             return f"Another machine writes it, {at}."
         case "killed":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import math
 import os
 import secrets
@@ -20,7 +21,7 @@ import termios
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,11 +31,14 @@ import psutil
 from starlette.exceptions import HTTPException
 
 from preheat.cache_folder import cache_folder, make_private
+from preheat.core.run_records import Failed, Finished, Stopping
 from preheat.errors import RunError
-from preheat.files import lock_file, parse_json, read_bytes, read_record, to_json
+from preheat.files import lock_file, parse_json, read_bytes, read_record, to_json, write_atomic
 from preheat.hardware.child_processes import describe_exit, tie_to_parent
 from preheat.run.layout import STATUS
+from preheat.run.reader import Reader
 from preheat.sanitize import escape_control_characters, shorten
+from preheat.web.limits import LARGEST_FILE
 from preheat.web.stop import send_request
 
 __all__ = ["Job", "JobState", "Jobs", "Training", "TrainingRecord", "read_answer", "read_running_training"]
@@ -51,6 +55,8 @@ _GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL of an answer."""
 _MOST_UNREAD = 16 << 10
 """Bytes of messages that a process has not read. A pipe takes 64 KiB; then the thread that writes would wait for it."""
+_EARLIER_S = 1.0
+"""Seconds between two looks at a training that is no child of this server."""
 _TAIL = 64 << 10
 """Bytes of a log that are looked through for its last line."""
 
@@ -277,6 +283,22 @@ class TrainingRecord:
     started: float
 
 
+@dataclass(frozen=True)
+class QueuedTraining:
+    """A training in the file of the queue, from which the next server takes it."""
+
+    id: str
+    title: str
+    arguments: tuple[str, ...]
+    run: str
+    cwd: str
+    queued: float
+    state: str
+    problem: str
+    pid: int | None = None
+    exit_code: int | None = None
+
+
 class Training:
     """A training that waits, runs or has ended.
 
@@ -284,6 +306,7 @@ class Training:
         run: its run folder.
         log: file of its output, beside the run.
         problem: why it failed, in one sentence; "" if it did not.
+        is_earlier: an earlier server started it.
     """
 
     def __init__(self, title: str, arguments: Sequence[str], run: Path, cwd: Path | None = None):
@@ -297,6 +320,7 @@ class Training:
         self.exit_code: int | None = None
         self.pid: int | None = None
         self.is_cancelled = False
+        self.is_earlier = False
 
     @property
     def progress(self) -> str:
@@ -325,9 +349,33 @@ class Jobs:
         self._scratch: Path | None = None
         self._worker: threading.Thread | None = None
         self._is_closed = False
+        self._queue_file: Path | None = None
+        self._queue_lock: IO[str] | None = None
 
-    def create_folder(self) -> Path:
-        """Returns a new private folder for a job, to put files into before it starts."""
+    def take_over(self, runs: Path) -> None:
+        """Continues with the queue that an earlier server left for a folder of runs, and stores it from now on.
+
+        Raises:
+            RunError: its file is damaged.
+        """
+        self._queue_file, self._queue_lock = _claim_queue(runs)
+        if self._queue_file is not None:
+            self._trainings = _read_queue(self._queue_file)
+            threading.Thread(target=self._follow_earlier, daemon=True).start()
+            if any(training.state is JobState.WAITING for training in self._trainings):
+                self._start_worker()
+
+    @contextlib.contextmanager
+    def create_folder(self) -> Iterator[Path]:
+        """Yields a new private folder for a job, and removes it if an error prevents that the job starts."""
+        folder = self._create_folder()
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _create_folder(self) -> Path:
         with self._lock:
             if self._scratch is None:
                 self._scratch = Path(tempfile.mkdtemp(prefix="preheat-ui-"))
@@ -357,7 +405,7 @@ class Jobs:
         Raises:
             RunError: too many commands run.
         """
-        job = Job(title, folder or self.create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
+        job = Job(title, folder or self._create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
         job.idle_s = idle_s
         with self._lock:
             for other in self._answers.values():
@@ -427,11 +475,58 @@ class Jobs:
             for old in ended[: max(0, len(ended) - _RECENT)]:
                 self._trainings.remove(old)
             self._trainings.append(training)
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._train_in_turn, daemon=True)
-                self._worker.start()
+            try:
+                self._save_queue()
+            except RunError:
+                self._trainings.remove(training)
+                raise
+            self._start_worker()
             self._changed.notify_all()
         return training
+
+    def _start_worker(self) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._train_in_turn, daemon=True)
+            self._worker.start()
+
+    def _save_queue(self) -> None:
+        """Writes the file of the queue; called with the lock held.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        if self._queue_file is None or self._is_closed:
+            return
+        records = [
+            QueuedTraining(
+                *(t.id, t.title, t.arguments, str(t.run), str(t.cwd), t.queued, t.state.value, t.problem),
+                *(t.pid, t.exit_code),
+            )
+            for t in self._trainings
+        ]
+        try:
+            write_atomic(self._queue_file, to_json(records))
+        except OSError as error:
+            raise RunError(f"{self._queue_file}: the queue cannot be stored ({error.strerror})") from None
+
+    def _save_or_note(self, training: Training) -> None:
+        try:
+            self._save_queue()
+        except RunError as error:  # the training goes on, and its row says so
+            training.problem = training.problem or str(error)
+
+    def _follow_earlier(self) -> None:
+        """Records the end of a training that an earlier server started."""
+        while not self._is_closed:
+            with self._lock:
+                ours = [t for t in self._trainings if t.state is JobState.RUNNING and t.is_earlier]
+            if not ours:
+                return
+            record = read_running_training()
+            for training in ours:
+                if record is None or record.pid != training.pid:
+                    self._end(training, *_find_end(training), None)
+            time.sleep(_EARLIER_S)
 
     def list_trainings(self) -> list[Training]:
         """Returns the trainings in the order of the queue, with one of an earlier or another server first."""
@@ -466,6 +561,7 @@ class Jobs:
         with self._changed:
             if training.state is JobState.WAITING:
                 training.state, training.is_cancelled = JobState.CANCELLED, True
+                self._save_queue()
                 self._changed.notify_all()
                 return
             # A second SIGTERM would end it without saving.
@@ -488,9 +584,11 @@ class Jobs:
             raise RunError(f"{training.title}: belongs to another user, and only that user can stop it") from None
 
     def close(self) -> None:
-        """Ends the answers and drops the queue; a training that runs goes on."""
+        """Ends the answers; a training that runs goes on, and the queue's file keeps those that wait."""
         with self._changed:
             self._is_closed = True
+            if self._queue_lock is not None:
+                self._queue_lock.close()
             answers = list(self._answers.values())
             self._changed.notify_all()
         for job in answers:
@@ -552,7 +650,9 @@ class Jobs:
         lock.truncate()
         lock.write(to_json(record))
         lock.flush()
-        training.pid = process.pid
+        with self._changed:
+            training.pid = process.pid
+            self._save_or_note(training)
         return process
 
     def _watch(self, training: Training, process: subprocess.Popen[bytes]) -> None:
@@ -567,6 +667,7 @@ class Jobs:
     def _end(self, training: Training, state: JobState, problem: str, code: int | None) -> None:
         with self._changed:
             training.state, training.problem, training.exit_code = state, problem, code
+            self._save_or_note(training)
             self._changed.notify_all()
 
 
@@ -662,6 +763,62 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     timer = threading.Timer(_GRACE_S, kill)
     timer.daemon = True
     timer.start()
+
+
+def _claim_queue(runs: Path) -> tuple[Path | None, IO[str] | None]:
+    """Returns the file of a folder's queue and its lock; None while another server has it, whose queue it is."""
+    folder = cache_folder() / "ui"
+    name = hashlib.blake2b(os.fsencode(runs.resolve()), digest_size=8).hexdigest()
+    try:
+        make_private(folder)
+        lock = (folder / f"queue-{name}.lock").open("a+", encoding="utf-8")
+    except OSError:  # a cache that cannot be written: the first page says so
+        return None, None
+    try:
+        lock_file(lock)
+    except BlockingIOError:
+        lock.close()
+        return None, None
+    return folder / f"queue-{name}.json", lock
+
+
+def _read_queue(file: Path) -> list[Training]:
+    """Returns the trainings that an earlier server left.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    if not file.exists():
+        return []
+    try:
+        items = parse_json(read_bytes(file))
+        if not isinstance(items, list):
+            raise ValueError("not a list")
+        records = [read_record(QueuedTraining, item) for item in items]
+        trainings = []
+        for record in records:
+            training = Training(record.title, record.arguments, Path(record.run), Path(record.cwd))
+            training.id, training.queued, training.pid = record.id, record.queued, record.pid
+            training.state, training.problem = JobState(record.state), record.problem
+            training.exit_code = record.exit_code
+            training.is_earlier = training.state is JobState.RUNNING
+            trainings.append(training)
+    except ValueError as error:
+        raise RunError(f"{file}: the queue of trainings is damaged ({error}); move the file away") from None
+    return trainings
+
+
+def _find_end(training: Training) -> tuple[JobState, str]:
+    """Returns the state and the problem of a training whose end no server saw, from the events of its run."""
+    events = Reader(training.run, largest=LARGEST_FILE).events() if training.run.is_dir() else []
+    for event in reversed(events):
+        if isinstance(event, Finished):
+            return JobState.DONE, ""
+        if isinstance(event, Stopping):
+            return JobState.CANCELLED, ""
+        if isinstance(event, Failed):
+            return JobState.FAILED, event.reason or "it failed; its output says why"
+    return JobState.FAILED, "it ended while no server ran, and its run records no end; see its output"
 
 
 def _open_lock() -> IO[str]:

@@ -25,9 +25,7 @@ __all__ = ["Evidence", "Judgement", "judge"]
 _NOTABLE = 0.02
 """Share of a planned step from which a difference is named; smaller ones are within the noise of steps."""
 _SAME = 0.015
-"""Relative difference up to which a run is as planned."""
-_SAME_GIB = 4 / 1024
-"""GiB up to which a part of the memory is as planned."""
+"""Difference up to which a run is as planned: relative, and of a part of the memory relative to the planned peak."""
 _MOST_CAUSES = 3
 _IDLE_PERCENT = 80
 """Utilization below which a GPU waits for something, by the driver's counter."""
@@ -214,7 +212,7 @@ def _judge_memory(evidence: Evidence, plan: Plan) -> tuple[str, bool, tuple[str,
     planned = f"planned {format_gib(plan.peak_gib)} of {format_gib(plan.available_gib)}"
     if measured is None or real is None:
         return f"Memory: {planned}; the peak is measured when the session ends.", False, ()
-    difference = real - plan.peak_gib
+    difference, same_gib = real - plan.peak_gib, _SAME * plan.peak_gib
     is_large = real > plan.peak_gib_interval.high
     figures = f"{format_gib(real)}, {planned}"
     parts = [
@@ -230,16 +228,16 @@ def _judge_memory(evidence: Evidence, plan: Plan) -> tuple[str, bool, tuple[str,
         )
         if measured_gib is not None and planned_gib is not None
     ]
-    if abs(difference) < max(_SAME_GIB, _SAME * plan.peak_gib):
+    if abs(difference) < same_gib:
         return f"As much memory as planned: {figures}.", is_large, ()
     head = f"{format_gib(abs(difference))} {'more' if difference > 0 else 'less'} memory than planned"
     causes = [
         f"{name} as planned"
-        if abs(size) < _SAME_GIB
+        if abs(size) < same_gib
         else f"{name} {format_gib(abs(size))} {'more' if size > 0 else 'less'}"
         for name, size in parts
     ]
-    if (phase := _describe_phase(evidence.profile)) and difference > 0:
+    if (phase := _describe_phase(evidence.profile, same_gib)) and difference > 0:
         causes.append(phase)
     text = f"{head}: {', '.join(causes)}; {figures}." if causes else f"{head}: {figures}."
     unknown = (
@@ -252,9 +250,9 @@ def _subtract(whole: float | None, part: float | None) -> float | None:
     return None if whole is None or part is None else whole - part
 
 
-def _describe_phase(profile: StepProfile | None) -> str:
+def _describe_phase(profile: StepProfile | None, same_gib: float) -> str:
     """Returns the phase whose peak is farthest above the plan, from a profile; "" without one."""
     peaks = profile.memory if profile is not None else ()
     above = [(peak.gib - peak.planned_gib, peak.phase) for peak in peaks if peak.planned_gib is not None]
     size, phase = max(above, default=(0.0, ""))
-    return f"most of it in {phase} (+{format_gib(size)})" if size >= _SAME_GIB else ""
+    return f"most of it in {phase} (+{format_gib(size)})" if size >= same_gib else ""

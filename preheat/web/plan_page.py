@@ -137,7 +137,8 @@ def _list_fields(choices: Choices, state: State) -> list[Field]:
         Field(
             "device",
             "Device",
-            "The device to plan for. This machine is measured once, which takes up to a minute.",
+            "The device to plan for. This machine is measured once: about a minute, and several on "
+            "a slow or busy machine.",
             "select",
             {"": [Choice(_THIS_MACHINE, "this machine")], "Catalogue": choices.devices},
             value=_THIS_MACHINE,
@@ -206,10 +207,10 @@ async def _start(request: Request) -> Response:
 def _plan(state: State, values: Mapping[str, str], fields: Sequence[Field]) -> Job:
     """Starts the plan of a form, or returns that of the same form."""
     title = "Plan of " + values.get("model", "a file")
-    folder = state.jobs.create_folder()
-    arguments = _build_arguments(state, values, {field.name: field for field in fields}, folder)
-    key = to_json(dict(values))
-    return state.jobs.start(title, arguments, folder=folder, cwd=_choose_cwd(values, folder), key=key)
+    with state.jobs.create_folder() as folder:
+        arguments = _build_arguments(state, values, {field.name: field for field in fields}, folder)
+        key = to_json(dict(values))
+        return state.jobs.start(title, arguments, folder=folder, cwd=_choose_cwd(values, folder), key=key)
 
 
 def _choose_cwd(values: Mapping[str, str], folder: Path) -> Path:

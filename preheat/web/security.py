@@ -75,13 +75,12 @@ class Guard:
         headers, settings = Headers(scope=scope), self.settings
         host = headers.get("host", "")
         if _name_of(host) not in settings.hosts:
-            return PlainTextResponse(
+            return _refuse_stranger(
                 "This server does not answer to this host name; open the address that preheat ui printed, or start it "
-                "with --allow-host NAME.\n",
-                403,
+                "with --allow-host NAME.\n"
             )
         if _read_length(headers) > _LARGEST_BODY:
-            return PlainTextResponse("The request is larger than 1 MiB.\n", 413)
+            return PlainTextResponse("The request is larger than 1 MiB.\n", 413, {"connection": "close"})
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = dict(query).get("token")
         if given is not None and scope["method"] == "GET" and _is_equal(given, settings.token):
@@ -97,10 +96,9 @@ class Guard:
         # As browsers read them: a cookie of another server on this host, of any form, must not hide ours.
         cookie = cookie_parser(headers.get("cookie", "")).get(settings.cookie, "")
         if not _is_equal(cookie, settings.token):
-            return PlainTextResponse(
+            return _refuse_stranger(
                 "Open the address that preheat ui printed when it started: it contains the token that this page "
-                "needs.\n",
-                403,
+                "needs.\n"
             )
         if scope["method"] in ("GET", "HEAD"):
             return None
@@ -115,6 +113,11 @@ class Guard:
         if not _is_equal(headers.get("x-csrf-token", ""), settings.csrf_token):
             return PlainTextResponse("The page is older than the server; load it again.\n", 403)
         return None
+
+
+def _refuse_stranger(text: str) -> Response:
+    """Returns a refusal that closes the connection: only those who have the token may occupy one."""
+    return PlainTextResponse(text, 403, {"connection": "close"})
 
 
 def _name_of(host: str) -> str:

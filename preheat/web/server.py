@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from preheat.errors import RunError
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from preheat.web.settings import Settings
 
-__all__ = ["open_socket", "serve"]
+__all__ = ["build_server", "open_socket"]
 
 
 _SLOW_MS = 60_000
@@ -48,20 +50,32 @@ def open_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(settings: Settings, listener: socket.socket) -> None:
-    """Serves until a signal ends it."""
+def build_server(settings: Settings) -> uvicorn.Server:
+    """Returns the server with its limits and the queue of trainings that an earlier one left; `run` serves.
+
+    Raises:
+        RunError: the stored queue of trainings is damaged.
+    """
     import uvicorn
 
     from preheat.web.app import create_app
+    from preheat.web.connections import BACKLOG, MOST_CONNECTIONS, BoundedConnection
 
-    config = uvicorn.Config(
-        create_app(settings),
-        log_level="warning",
-        access_log=False,  # it would print the token
-        server_header=False,
-        limit_concurrency=256,
-        timeout_keep_alive=15,
-        timeout_graceful_shutdown=2,  # open streams would keep it for ever
-        proxy_headers=False,
+    app = create_app(settings)
+    if not settings.read_only:  # the queue stays for the next server
+        app.state.ui.jobs.take_over(settings.folders[0])
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=BoundedConnection,
+            ws="none",
+            log_level="error",  # a warning is a line for each request that is malformed: strangers could send masses
+            access_log=False,  # it would print the token
+            server_header=False,
+            backlog=BACKLOG,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=2,
+            proxy_headers=False,
+        )
     )
-    uvicorn.Server(config).run(sockets=[listener])

@@ -286,25 +286,25 @@ def _write_job(state: State, form: Mapping[str, str]) -> Job:
     scheduler = form.get("scheduler", "")
     if scheduler not in _SCHEDULERS:
         raise RecipeError(f"Scheduler: {quote_value(scheduler)}: must be one of {', '.join(_SCHEDULERS)}")
-    folder = state.jobs.create_folder()
-    cwd = folder
-    if "plan" in form:
-        recipe = "recipe.yaml"
-        (folder / recipe).write_text(read_recipe(state.jobs.find(form["plan"])), encoding="utf-8")
-    elif "recipe" in form:
-        recipe = form["recipe"]
-        if recipe not in {choice.value for choice in load_choices(state.jobs).recipes}:
-            recipe, cwd = str(state.files.find(recipe, "recipe").path), Path.cwd()
-    else:
-        raise RecipeError("Recipe: is empty; choose one, or plan a model first")
-    options = []
-    for field in _LAUNCH_FIELDS[1:]:
-        if field.kind == "number":
-            read_number(form, field)
-        if field.name in form:
-            options.append(f"--{field.name.replace('_', '-')}={form[field.name]}")
-    arguments = ["launch", "--json", f"--scheduler={scheduler}", *options, "--", recipe]
-    return state.jobs.start(f"Job for {_SCHEDULERS[scheduler]}", arguments, folder=folder, cwd=cwd, limit_s=120.0)
+    with state.jobs.create_folder() as folder:
+        cwd = folder
+        if "plan" in form:
+            recipe = "recipe.yaml"
+            (folder / recipe).write_text(read_recipe(state.jobs.find(form["plan"])), encoding="utf-8")
+        elif "recipe" in form:
+            recipe = form["recipe"]
+            if recipe not in {choice.value for choice in load_choices(state.jobs).recipes}:
+                recipe, cwd = str(state.files.find(recipe, "recipe").path), Path.cwd()
+        else:
+            raise RecipeError("Recipe: is empty; choose one, or plan a model first")
+        options = []
+        for field in _LAUNCH_FIELDS[1:]:
+            if field.kind == "number":
+                read_number(form, field)
+            if field.name in form:
+                options.append(f"--{field.name.replace('_', '-')}={form[field.name]}")
+        arguments = ["launch", "--json", f"--scheduler={scheduler}", *options, "--", recipe]
+        return state.jobs.start(f"Job for {_SCHEDULERS[scheduler]}", arguments, folder=folder, cwd=cwd, limit_s=120.0)
 
 
 async def _render_launch(request: Request, job: Job) -> Response:

@@ -21,6 +21,7 @@ from preheat.run.reader import Reader
 
 from .conftest import RECIPE, Command, losses, write_text
 
+FAULTY = Path(__file__).with_name("faulty_trackers.py")
 TRACKERS = ("mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 TRACKED = (
     RECIPE.replace("stop: {max_steps: 12}", "stop: {max_steps: 8}")
@@ -82,44 +83,15 @@ def test_a_tracker_has_each_metric_parameter_and_prediction_after_a_resume(track
     assert parameters["data.source"].endswith("more (1).txt']")
 
 
-BROKEN = """
-import time
-
-from preheat.tracking.tracker import Tracker
-
-
-class Broken(Tracker):
-    name, package, pip = "broken", "json", "nothing"
-
-    def start(self, start, known):
-        return "run"
-
-    def metrics(self, step, values):
-        raise OSError(28, "No space left on device")
-
-    def table(self, step, name, table): ...
-    def summary(self, values): ...
-    def artifact(self, file): ...
-    def finish(self, status): ...
-
-
-class Hanging(Broken):
-    name = "hanging"
-
-    def start(self, start, known):
-        time.sleep(60)
-"""
-
-
 def test_a_tracker_that_fails_or_hangs_changes_no_loss(preheat: Command) -> None:
-    (preheat.folder / "bad.py").write_text(BROKEN)
+    shutil.copy(FAULTY, preheat.folder)
     preheat("train", "r.yaml", "--out", "alone")
-    trackers = ("--track", "broken", "--track", "hanging", "--set", "tracking.wait=10")
-    printed = "".join(preheat("--plugin", "bad", "train", "r.yaml", "--out", "tracked", *trackers))
+    trackers = ("--track", "failing", "--track", "hanging", "--set", "tracking.wait=10")
+    printed = "".join(preheat("--plugin", "faulty_trackers", "train", "r.yaml", "--out", "tracked", *trackers))
     assert losses(preheat.folder / "tracked") == losses(preheat.folder / "alone")
     told = [line for line in printed.splitlines() if "tracking:" in line]
     assert len(told) == 2, printed
-    assert "broken ended: OSError: [Errno 28] No space left on device" in printed
+    assert "failing ended: OSError: [Errno 28] No space left on device" in printed
     assert "preheat track tracked --to hanging" in printed
     # What failed is sent later, by a tracker that works, and the run has the trackers in its recipe.
     sent = preheat.here.json("track", "tracked", "--to", "tensorboard")["sent"]
@@ -169,7 +141,7 @@ def test_a_tracker_that_cannot_work_is_told_before_training(
     preheat: Command, arguments: tuple[str, ...], said: str
 ) -> None:
     (preheat.folder / "bad.py").write_text(
-        BROKEN.replace('"broken", "json", "nothing"', '"absent", "absent_package", "preheat[absent]"')
+        FAULTY.read_text().replace('"failing", "json", "nothing"', '"absent", "absent_package", "preheat[absent]"')
     )
     preheat.environment |= {"TRACKIO_DIR": str(preheat.folder / "trackio"), "PREHEAT_PLUGINS": "bad"}
     (preheat.folder / "trackio").mkdir()

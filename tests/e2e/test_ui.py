@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import signal
 import socket
@@ -50,6 +52,7 @@ def test_mistakes_are_one_line_each(preheat: Command, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         for arguments, code, message in (
             (("ui", "--port", port), 1, f"--port {port}: cannot listen on 127.0.0.1 (Address already in use); name "),
+            (("ui", "s3://bucket/runs"), 2, "s3://bucket/runs: is a URL, and the dashboard shows local folders; run "),
             (("ui", "nowhere"), 2, "nowhere: no such folder; name the folder that holds your runs"),
             (("ui", "file"), 2, "file: is not a folder; name the folder that holds your runs"),
             (("ui", "--host", "192.0.2.1"), 1, "--host 192.0.2.1: "),
@@ -58,6 +61,23 @@ def test_mistakes_are_one_line_each(preheat: Command, tmp_path: Path) -> None:
             out, error = preheat(*arguments, code=code)
             assert error.startswith(f"error: {message}"), arguments
             assert (out, error.count("\n")) == ("", 1)
+
+
+def test_a_damaged_queue_of_trainings_is_one_line(preheat: Command) -> None:
+    runs = preheat.folder / "runs"
+    runs.mkdir()
+    process = preheat.start_alone("ui", "--port", "0")
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    digest = hashlib.blake2b(os.fsencode(runs.resolve()), digest_size=8).hexdigest()
+    file = Path(preheat.environment["PREHEAT_CACHE"]) / f"ui/queue-{digest}.json"
+    assert file.with_suffix(".lock").exists()
+    file.write_text("[{")
+    out, error = preheat("ui", "--port", "0", code=1)
+    assert error.startswith(f"error: {file}: the queue of trainings is damaged (not JSON: ")
+    assert error.endswith("; move the file away\n")
+    assert (out, error.count("\n")) == ("", 1)
 
 
 def test_a_server_for_all_addresses_is_warned_of(preheat: Command) -> None:

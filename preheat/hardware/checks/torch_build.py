@@ -224,7 +224,7 @@ def describe_calibration(rates: Rates | None, name: str, threads: int, other: st
 
     calibrate, label = Fix(FixKind.MANUAL, "preheat calibrate"), f"{threads} thread{'s' if threads > 1 else ''}"
     if rates is None:
-        cost = "the first plan or run measures it, for 15 to 60 s"
+        cost = "the first plan or run measures it: about a minute, and several on a slow or busy machine"
         message = other or f"{name} is not calibrated with {label}"
         return [Finding("rates", Severity.NOTE, message, cost, calibrate)]
     if doubt := doubt_of(rates):

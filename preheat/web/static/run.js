@@ -9,6 +9,8 @@
       const button = document.getElementById(id);
       if (button) button.disabled = !running || Boolean(live.querySelector("#unreachable"));
     }
+    // "It finishes the step in progress" is over once the run has ended.
+    if (!running) document.querySelector("#message .notice:not(.bad)")?.remove();
   }
 
   // A fragment that says the same as the page is not swapped in: it would end a selection of text and lose the focus.

@@ -95,7 +95,7 @@ def test_answers_are_limited_in_number_and_end_with_the_server(jobs: Jobs) -> No
     assert not any(folder.exists() for folder in folders)
 
 
-TINY = ["--set=model.size=0.1M", "--set=batch.seq_len=64", "--set=batch.size=2", "--set=checkpoint.every_minutes=0"]
+TINY = ["--set=batch.seq_len=64", "--set=batch.size=2"]
 
 
 def test_trainings_queue_and_survive_the_server(jobs: Jobs, tmp_path: Path) -> None:
@@ -128,6 +128,43 @@ def test_trainings_queue_and_survive_the_server(jobs: Jobs, tmp_path: Path) -> N
     assert not psutil.pid_exists(first.pid) or psutil.Process(first.pid).status() == psutil.STATUS_ZOMBIE
     assert read_running_training() is None
     later.close()
+
+
+def open_queue(runs: Path) -> Jobs:
+    jobs = Jobs()
+    jobs.take_over(runs)
+    return jobs
+
+
+def test_the_next_server_goes_on_with_the_queue(jobs: Jobs, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    before = open_queue(runs)
+    first = before.queue_training("a", ["train", f"--out={runs / 'a'}", *TINY, "--", "demo"], runs / "a")
+    before.queue_training("b", ["train", "--", "no-such-recipe"], runs / "b")
+    wait_for(lambda: first.pid is not None)
+    # A second server of the same folder neither starts the trainings again nor takes the queue.
+    assert [training.run.name for training in open_queue(runs).list_trainings()] == ["a"]
+    before.close()
+    later = open_queue(runs)
+    earlier, waiting = later.list_trainings()
+    assert (earlier.id, earlier.state, waiting.state) == (first.id, JobState.RUNNING, JobState.WAITING)
+    assert first.pid is not None
+    os.killpg(first.pid, signal.SIGKILL)
+    wait_for(lambda: waiting.state is JobState.FAILED)
+    assert "no-such-recipe" in waiting.problem
+    wait_for(lambda: earlier.state is JobState.FAILED)
+    assert "records no end" in earlier.problem
+    later.close()
+    last = open_queue(runs)
+    assert [(t.title, t.state) for t in last.list_trainings()] == [("a", JobState.FAILED), ("b", JobState.FAILED)]
+    last.close()
+
+
+def test_the_folder_of_a_refused_job_is_removed(jobs: Jobs) -> None:
+    with pytest.raises(RunError), jobs.create_folder() as folder:
+        raise RunError("a field of the form is wrong")
+    assert not folder.exists()
 
 
 def test_a_waiting_training_can_be_taken_out(jobs: Jobs, tmp_path: Path) -> None:

@@ -103,13 +103,19 @@ def test_memory_is_split_as_the_allocator_counts_it() -> None:
     )
     judgement = judge(Evidence(plan=PLAN, measured=measured, profile=PROFILE))
     assert judgement.memory == (
-        "512 MiB more memory than planned: tensors 102 MiB more, cached by torch's allocator 410 MiB more, the context "
+        "512 MiB more memory than planned: tensors as planned, cached by torch's allocator 410 MiB more, the context "
         "as planned, most of it in backward (+1.00 GiB); 20.50 GiB, planned 20.00 GiB of 24.00 GiB."
     )
     assert not judgement.is_large
     large = judge(Evidence(plan=PLAN, measured=Measured(peak_gib=23.0)))
     assert large.is_large
     assert large.unknown == ("Which part of the memory differs is not known: a CPU measures the whole process only.",)
+
+
+def test_a_small_run_is_judged_by_the_same_tolerance() -> None:
+    plan = replace(PLAN, peak_gib=14.1 / 1024)
+    assert " more memory than planned" in judge(Evidence(plan=plan, measured=Measured(peak_gib=16.7 / 1024))).memory
+    assert judge(Evidence(plan=plan, measured=Measured(peak_gib=14.2 / 1024))).memory.startswith("As much memory as")
 
 
 def test_nothing_is_claimed_without_a_plan_or_a_measurement() -> None:

@@ -86,6 +86,13 @@ def client(run: Path) -> Client:
     return Client(run)
 
 
+def test_a_run_that_was_stopped_after_its_last_step_is_not_called_early(run: Path, client: Client) -> None:
+    (run / "plan.json").write_text(to_json(values_of(20.0, 24.0, steps=40)))
+    page = client.get()
+    assert "All 40 steps are done and saved. The run was stopped before its last figures (SIGTERM)." in page
+    assert "Stopped early" not in page
+
+
 def test_the_page_says_state_judgement_and_the_command_that_resumes(run: Path, client: Client) -> None:
     page = client.get()
     assert "Stopped early at step 40 of 400 (SIGTERM)." in page

@@ -1,0 +1,1 @@
+"""Parts of `claims.py`: trained arms, measured costs, and the table."""
