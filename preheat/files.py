@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEEPEST",
     "BadJson",
+    "compute_sha256",
     "lock_file",
     "parse_json",
     "read_bytes",
@@ -311,6 +312,16 @@ def read_bytes(file: Path, largest: int | None = None) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror}") from None
+
+
+def compute_sha256(file: Path) -> str:
+    """Returns the checksum of a file, in hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def lock_file(file: IO[Any], *, wait: bool = False) -> None:

@@ -7,6 +7,7 @@ az:// and hf:// have not been tested.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import re
@@ -217,6 +218,28 @@ class RemoteFolder:
             paths = self._fs.find(self.root)
         # Consoles of storage mark folders by empty objects whose names end so.
         return sorted(path.removeprefix(f"{self.root}/") for path in paths if path.rstrip("/") != self.root)
+
+    def open_folder(self, name: str) -> RemoteFolder:
+        """Returns a folder in this one, by the same connection."""
+        folder = copy.copy(self)
+        folder.url, folder.root = f"{self.url}/{name}", self._path(name)
+        return folder
+
+    def list_folder(self) -> tuple[list[str], dict[str, str]]:
+        """Returns the names of the folders in this one, and of its objects with a tag that changes with the content.
+
+        Raises:
+            StorageError: it does not exist.
+        """
+        folders, files = [], {}
+        with self._explained():
+            for facts in self._fs.ls(self.root, detail=True):
+                name = facts["name"].rstrip("/").rpartition("/")[2]
+                if facts["type"] == "directory":
+                    folders.append(name)
+                elif facts["name"].rstrip("/") != self.root:  # as in `list_names`
+                    files[name] = _identify(facts)
+        return sorted(folders), files
 
     def list_source(self) -> dict[str, dict[str, Any]]:
         """Returns the objects that a URL of data names: of an object, of a folder, or of a pattern with * -> facts."""

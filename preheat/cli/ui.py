@@ -15,8 +15,12 @@ __all__ = ["ui"]
 
 def ui(
     folders: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Folders with runs; default: runs. Nothing outside them is read."),
+        list[str] | None,
+        typer.Argument(
+            metavar="[FOLDER]...",
+            help="Folders with runs, or URLs of object storage, such as s3://bucket/runs; default: runs. Nothing else "
+            "is read.",
+        ),
     ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 8170,
     host: Annotated[
@@ -37,26 +41,24 @@ def ui(
 
     Example: preheat ui runs
     """
-    import re
     import secrets
     import socket
 
+    from preheat.storage import require_scheme
     from preheat.web.server import build_server, open_socket
     from preheat.web.settings import Settings
 
-    paths = folders or [Path("runs")]
+    urls = [folder for folder in folders or () if "://" in folder]
+    for url in urls:
+        require_scheme("FOLDER", url)
+    named = [Path(folder) for folder in folders or () if folder not in urls]
+    for path in named:
+        if not path.exists():
+            raise RecipeError(f"{path}: no such folder; name the folder that holds your runs")
+    paths = named or [Path("runs")]
     for path in paths:
-        if match := re.match(r"([a-z][a-z0-9+]*):/+(.+)", str(path)):  # Path has joined the slashes
-            raise RecipeError(
-                f"{match[1]}://{match[2]}: is a URL, and the dashboard shows local folders; run preheat ui on the "
-                "machine that trains, or write a page of each run with preheat report URL"
-            )
         if path.exists() and not path.is_dir():
             raise RecipeError(f"{path}: is not a folder; name the folder that holds your runs")
-    if folders:
-        for path in paths:
-            if not path.exists():
-                raise RecipeError(f"{path}: no such folder; name the folder that holds your runs")
     prefix = "/" + prefix.strip("/") if prefix.strip("/") else ""
     is_local = host in ("127.0.0.1", "localhost", "::1")
     listener = open_socket(host, port)
@@ -65,7 +67,8 @@ def ui(
     if not is_local:
         names |= {socket.gethostname().lower(), *map(_bracket, (host.lower(), *_list_addresses(host)))}
     token = secrets.token_urlsafe(24)
-    server = build_server(Settings(tuple(paths), token, port, frozenset(names), prefix, read_only))
+    settings = Settings(tuple(paths), token, port, frozenset(names), prefix, read_only, tuple(dict.fromkeys(urls)))
+    server = build_server(settings, say)
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, _bracket(host))
     url = f"http://{shown}:{port}{prefix}/?token={token}"
     if not is_local:

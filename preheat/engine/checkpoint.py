@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from preheat.core import Build, Device
 from preheat.errors import RunError
-from preheat.files import parse_json, read_bytes, to_json, write_atomic
+from preheat.files import compute_sha256, parse_json, read_bytes, to_json, write_atomic
 from preheat.hardware.oom import is_oom, require_room
 from preheat.models.moe import biases
 from preheat.recipe import Recipe
@@ -246,11 +245,6 @@ def restore_host_generators(states: HostGenerators) -> None:
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
 
 
-def _compute_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _sync(path: Path) -> None:
     # fsync works on any handle of a file, also one opened for reading, and this way on folders too.
     handle = os.open(path, os.O_RDONLY)
@@ -376,7 +370,7 @@ def write(
         generators = all_gather_object(build, content.generators, group)
         # Each rank hashes and syncs the files that it wrote, in parallel with the others.
         mine = temporary.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": _compute_sha256(p)} for p in sorted(mine) if p.is_file()}
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": compute_sha256(p)} for p in sorted(mine) if p.is_file()}
         # Content before names: after a crash, a renamed folder whose files were not synced could hold empty files.
         for name in files:
             _sync(temporary / name)
@@ -385,7 +379,7 @@ def write(
         if lead:
             file = temporary / "state.json"
             file.write_text(json.dumps({**json.loads(content.state), "generators": generators}, allow_nan=False))
-            manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _compute_sha256(file)}
+            manifest[file.name] = {"bytes": file.stat().st_size, "sha256": compute_sha256(file)}
             # Last of the files: a folder without it is incomplete, whatever else it has.
             (temporary / "manifest.json").write_text(to_json(manifest, indent=1))
             for p in (file, temporary / "manifest.json", temporary):
@@ -629,7 +623,7 @@ def _find_damage(path: Path, run: str = "") -> str | None:
             # The size first: a truncated file, the usual damage, is found without hashing gigabytes.
             if file.stat().st_size != entry["bytes"]:
                 return f"{shorten(name)} has {file.stat().st_size:,} of {entry['bytes']:,} bytes"
-            if _compute_sha256(file) != entry["sha256"]:
+            if compute_sha256(file) != entry["sha256"]:
                 return f"{shorten(name)} was altered (its checksum differs)"
         state = _read_state(path)
     except OSError as error:

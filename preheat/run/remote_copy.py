@@ -25,12 +25,12 @@ from typing import TextIO
 
 from preheat.cache_folder import cache_folder, make_private
 from preheat.errors import RunError
-from preheat.files import parse_json, read_bytes, read_record, to_json, to_plain_data, write_atomic
+from preheat.files import compute_sha256, parse_json, read_bytes, read_record, to_json, to_plain_data, write_atomic
 from preheat.run.layout import abbreviate, read_mark
 from preheat.sanitize import quote_value, shorten
 from preheat.storage import RemoteFolder, StorageError, Unreachable, digest_url
 
-__all__ = ["MANIFEST", "LostFolder", "Manifest", "RemoteCopy", "RemoteFile", "period_of"]
+__all__ = ["MANIFEST", "LostFolder", "Manifest", "RemoteCopy", "RemoteFile", "period_of", "read_manifest"]
 
 MANIFEST = "preheat-manifest.json"
 _FORMAT = 1
@@ -224,23 +224,7 @@ class RemoteCopy:
             StorageError: it cannot be read.
             RunError: it is damaged.
         """
-        content = self.remote.read(MANIFEST)
-        if content is None:
-            return None
-        try:
-            manifest = read_record(Manifest, parse_json(content))
-        except ValueError as error:
-            raise RunError(f"{self.url}/{MANIFEST}: is damaged ({error}); name another folder") from None
-        if manifest.format != _FORMAT:
-            raise RunError(
-                f"{self.url}/{MANIFEST}: was written in format {manifest.format} by another version of preheat, and "
-                f"this one reads {_FORMAT}; use that version"
-            )
-        for path, file in manifest.files.items():
-            # Whoever can write to the storage must not reach files outside of the local folder.
-            if any(PurePosixPath(n).is_absolute() or ".." in PurePosixPath(n).parts for n in (path, file.object)):
-                raise RunError(f"{self.url}/{MANIFEST}: names {quote_value(path)}, which is not a file of the folder")
-        return manifest
+        return read_manifest(self.remote)
 
     def holds_run(self) -> bool:
         """Returns True if there is a run to resume, at the URL or in its local folder."""
@@ -343,12 +327,12 @@ class RemoteCopy:
         file, former = folder / path, self.folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         # Of a run that goes on, most files of an earlier download are the same.
-        same = former.is_file() and former.stat().st_size == entry.bytes and _compute_sha256(former) == entry.sha256
+        same = former.is_file() and former.stat().st_size == entry.bytes and compute_sha256(former) == entry.sha256
         if same:
             _link_or_copy(former, file, path)
             return
         self.remote.download(entry.object, file)
-        if file.stat().st_size != entry.bytes or _compute_sha256(file) != entry.sha256:
+        if file.stat().st_size != entry.bytes or compute_sha256(file) != entry.sha256:
             raise self._altered(path)
 
     def _altered(self, path: str) -> RunError:
@@ -542,7 +526,7 @@ class RemoteCopy:
                 except FileNotFoundError:
                     continue  # removed since it was listed
                 facts = copy.stat()
-                digest = _compute_sha256(copy)
+                digest = compute_sha256(copy)
                 self._hashes[path] = (facts.st_size, facts.st_mtime_ns, digest)
                 if path in known and known[path].sha256 == digest:
                     files[path] = known[path]
@@ -556,6 +540,32 @@ class RemoteCopy:
             yield files, staged
         finally:
             shutil.rmtree(stage, ignore_errors=True)
+
+
+def read_manifest(remote: RemoteFolder) -> Manifest | None:
+    """Returns the manifest of a remote folder, or None if it has none.
+
+    Raises:
+        StorageError: it cannot be read.
+        RunError: it is damaged.
+    """
+    content = remote.read(MANIFEST)
+    if content is None:
+        return None
+    try:
+        manifest = read_record(Manifest, parse_json(content))
+    except ValueError as error:
+        raise RunError(f"{remote.url}/{MANIFEST}: is damaged ({error}); name another folder") from None
+    if manifest.format != _FORMAT:
+        raise RunError(
+            f"{remote.url}/{MANIFEST}: was written in format {manifest.format} by another version of preheat, and "
+            f"this one reads {_FORMAT}; use that version"
+        )
+    for path, file in manifest.files.items():
+        # Whoever can write to the storage must not reach files outside of the local folder.
+        if any(PurePosixPath(n).is_absolute() or ".." in PurePosixPath(n).parts for n in (path, file.object)):
+            raise RunError(f"{remote.url}/{MANIFEST}: names {quote_value(path)}, which is not a file of the folder")
+    return manifest
 
 
 def _article(kind: str) -> str:
@@ -606,8 +616,3 @@ def _drop_incomplete(folder: Path, files: dict[str, RemoteFile], staged: dict[st
     best = staged.get("checkpoints/best")
     if best is not None and f"checkpoints/{best.read_text().strip()}/manifest.json" not in files:
         del files["checkpoints/best"], staged["checkpoints/best"]
-
-
-def _compute_sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -16,6 +17,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from preheat.errors import PreheatError
+from preheat.run.remote_runs import RemoteRuns
 from preheat.web import (
     api_page,
     chat_page,
@@ -63,18 +65,25 @@ def create_app(settings: Settings) -> Starlette:
         routes=routes,
         middleware=[Middleware(Guard, settings=settings)],
         exception_handlers=handlers,
-        lifespan=_end_jobs,
+        lifespan=_run_beside,
     )
     folders = settings.folders
-    app.state.ui = State(settings, Catalogue(folders), Jobs(), UserFiles(folders), ResultFinder(folders))
+    remotes = tuple(RemoteRuns(url) for url in settings.urls)
+    files, results = UserFiles(folders), ResultFinder(folders)
+    app.state.ui = State(settings, Catalogue(folders, remotes), Jobs(), files, results, remotes)
     return app
 
 
 @asynccontextmanager
-async def _end_jobs(app: Starlette) -> AsyncIterator[None]:
-    """Ends the commands with the server."""
-    yield
+async def _run_beside(app: Starlette) -> AsyncIterator[None]:
+    """Follows runs in object storage while the server runs, and ends its commands with it."""
     state: State = app.state.ui
+    ends = threading.Event()
+    for remote in state.remotes:
+        # A request to the storage may take minutes to fail, which must not hold up the end.
+        threading.Thread(target=remote.watch, args=(ends.wait,), name="preheat-remote", daemon=True).start()
+    yield
+    ends.set()
     await run_in_threadpool(state.jobs.close)
 
 

@@ -8,10 +8,14 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 
 from preheat.run.layout import MARK, PROFILE
+
+if TYPE_CHECKING:
+    from preheat.run.remote_runs import RemoteRuns
 
 __all__ = ["Catalogue", "RunEntry", "is_in_place", "is_run", "list_folders"]
 
@@ -36,23 +40,29 @@ class RunEntry:
         id: its name in URLs; a path in a URL could leave the folders.
         path: resolved path of the folder.
         name: path relative to the given folder, for people.
+        url: where the run is, if `path` is only a copy of its files without checkpoints; "" otherwise.
     """
 
     id: str
     path: Path
     name: str
+    url: str = ""
 
 
 class Catalogue:
     """Lists the run folders below some folders. Links to folders are not followed.
+
+    Args:
+        remotes: runs in object storage.
 
     Attributes:
         is_cut_off: there are too many folders; some were not looked into.
         linked: name of a run that is left out -> its file that is a link out of the folders.
     """
 
-    def __init__(self, folders: tuple[Path, ...]):
-        self.folders = tuple(folder.resolve() for folder in folders)
+    def __init__(self, folders: tuple[Path, ...], remotes: tuple[RemoteRuns, ...] = ()):
+        self._remotes = {remote.folder.resolve(): remote for remote in remotes}
+        self.folders = (*(folder.resolve() for folder in folders), *self._remotes)
         self.is_cut_off = False
         self.linked: dict[str, str] = {}
         self._entries: dict[str, RunEntry] = {}
@@ -102,7 +112,8 @@ class Catalogue:
                             linked[name] = link
                             continue
                         id = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
-                        entries.append(RunEntry(id, folder, name))
+                        remote = self._remotes.get(root)
+                        entries.append(RunEntry(id, folder, name, remote.find_url(folder) if remote else ""))
                         continue
                     below += list_folders(folder)
                 level = below

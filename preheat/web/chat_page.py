@@ -141,7 +141,8 @@ def _find_path(state: State, id: str) -> str:
     for file in state.files.list_files("model"):
         if file.id == id:
             return str(file.path)
-    return str(state.catalogue.find(id).path)
+    entry = state.catalogue.find(id)
+    return entry.url or str(entry.path)
 
 
 async def _say(request: Request) -> Response:

@@ -96,7 +96,9 @@ async def _delete(request: Request) -> Response:
     labels = await run_in_threadpool(read_labels, entry.path)
     typed = form.get("typed", [""])[-1].strip()
     problem = ""
-    if typed != entry.path.name:
+    if entry.url:
+        problem = f"Not deleted: the run is in object storage; delete the folder {entry.url} there."
+    elif typed != entry.path.name:
         problem = f"Not deleted: the name of its folder is {entry.path.name}; type that to delete it."
     else:
         try:

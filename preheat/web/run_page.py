@@ -174,7 +174,7 @@ async def _show_timeline(request: Request) -> Response:
 
 async def _show_details(request: Request) -> Response:
     entry = await _find(request)
-    details = await run_in_threadpool(_read_details, entry.path)
+    details = await run_in_threadpool(_read_details, entry)
     return render(request, "_run_details.html", details=details)
 
 
@@ -212,7 +212,7 @@ def _read_live(entry: RunEntry) -> _Live:
             404, "This run does not exist any more: its folder was deleted, moved or renamed."
         ) from None
     share = min(1.0, run.step / run.steps) if run.step is not None and run.steps else None
-    resume = "" if run.state in ("running", "finished", "elsewhere") else _build_resume_command(reader)
+    resume = "" if run.state in ("running", "finished", "elsewhere") else _build_resume_command(reader, entry.url)
     return _Live(run, judgement, _list_ranks(status, time.time()), unreachable, resume, share)
 
 
@@ -275,10 +275,12 @@ def _list_ranks(status: ProcessStatus | None, now: float) -> list[_Rank]:
     ]
 
 
-def _build_resume_command(reader: Reader) -> str:
+def _build_resume_command(reader: Reader, url: str) -> str:
     """Returns the shell command that resumes a run with its own recipe."""
     environment = reader.environment
     arguments = ["preheat", "train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
+    if url:  # its recipe is there
+        arguments = ["preheat", "train", "--resume", url]
     if (processes := environment.processes or 1) > 1:
         arguments += ["--nproc", str(processes)]
     if "--trust-remote-code" in (environment.command or "").split():
@@ -305,12 +307,16 @@ def _group_marks(marks: Sequence[Mark]) -> list[_EventRow]:
     return rows
 
 
-def _read_details(run: Path) -> _Details:
+def _read_details(entry: RunEntry) -> _Details:
+    run = entry.path
     signature = tuple(_read_signature(run / name) for name in _FILES)
     known = _details.get(run)
     if known is not None and known.signature == signature:
         return known
     figures = collect(run, with_curves=False, largest=LARGEST_FILE)
+    if entry.url:
+        command = ["preheat", "train", str(run / "recipe.yaml"), "--out", f"{entry.url}-again"]
+        figures = replace(figures, again=shlex.join(command))
     plan = Reader(run, largest=LARGEST_FILE).plan
     parts = (
         ("memory", "Memory by phase", _render_memory(plan, figures) + run_page.render_fallbacks(figures.events)),

@@ -190,6 +190,7 @@ async def _render_runs(request: Request, shown: Filter, *, problems: Sequence[st
         shown=shown,
         is_cut_off=catalogue.is_cut_off,
         linked=catalogue.linked,
+        remotes=state_of(request).remotes,
         compare_with_plan=compare_with_plan,
         problems=problems,
         done=done,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from preheat.errors import RunError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import uvicorn
 
     from preheat.web.settings import Settings
@@ -50,11 +52,17 @@ def open_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def build_server(settings: Settings) -> uvicorn.Server:
-    """Returns the server with its limits and the queue of trainings that an earlier one left; `run` serves.
+def build_server(settings: Settings, say: Callable[[str], None]) -> uvicorn.Server:
+    """Returns the server with its limits, with copies of the runs at URLs, and with the queue of an earlier server.
+
+    Its method `run` serves.
+
+    Args:
+        say: prints the progress of the copies.
 
     Raises:
-        RunError: the stored queue of trainings is damaged.
+        RecipeError: a URL names no folder, or its backend is not installed.
+        RunError: a URL cannot be read, or the stored queue of trainings is damaged.
     """
     import uvicorn
 
@@ -62,6 +70,9 @@ def build_server(settings: Settings) -> uvicorn.Server:
     from preheat.web.connections import BACKLOG, MOST_CONNECTIONS, BoundedConnection
 
     app = create_app(settings)
+    for remote in app.state.ui.remotes:
+        runs = remote.update(say)
+        say(f"{remote.url}: {runs:,} run{'s' if runs != 1 else ''}, copied without checkpoints")
     if not settings.read_only:  # the queue stays for the next server
         app.state.ui.jobs.take_over(settings.folders[0])
     return uvicorn.Server(

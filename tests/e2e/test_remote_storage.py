@@ -22,9 +22,11 @@ import pytest
 from preheat.errors import RunError
 from preheat.run import remote_copy
 from preheat.run.remote_copy import LostFolder, RemoteCopy
+from preheat.run.remote_runs import RemoteRuns
 from preheat.storage import RemoteFolder, StorageError, Unreachable, download_source
 
 from .conftest import Command, losses
+from .test_ui import open_page
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -430,3 +432,79 @@ def test_google_cloud_storage(
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def watched(preheat: Command, s3: Server, monkeypatch: pytest.MonkeyPatch) -> RemoteRuns:
+    """A run at URL, seen by this process as by a machine without a copy of it."""
+    preheat("train", "r.yaml", "--set", "stop.max_steps=4", "--out", URL)
+    forget(preheat)
+    for name, value in preheat.environment.items():
+        if name.startswith(("AWS_", "PREHEAT_CACHE")):
+            monkeypatch.setenv(name, value)
+    return RemoteRuns("s3://bucket/runs")
+
+
+def test_the_dashboard_shows_runs_of_a_bucket_without_downloading_their_checkpoints(
+    preheat: Command, s3: Server, watched: RemoteRuns
+) -> None:
+    process = preheat.start_alone("ui", "s3://bucket/runs", "--port", "0")
+    try:
+        assert process.stdout.readline() == "s3://bucket/runs: 1 run, copied without checkpoints\n"
+        url = process.stdout.readline().removeprefix("preheat ui: ").strip()
+        listed = open_page(url)
+        assert ">finished<" in listed
+        (id,) = set(re.findall(r"/runs/([0-9a-f]{16})\b", listed))
+        page = open_page(url.replace("/?", f"/runs/{id}?"))
+        assert f"<code>{URL}</code>" in page
+        assert "it leaves the list" in open_page(url.replace("/?", f"/runs/{id}/labels?"))
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    copied = {path.relative_to(watched.folder).as_posix() for path in watched.folder.rglob("*") if path.is_file()}
+    assert {"a/preheat.json", "a/recipe.yaml", "a/metrics.jsonl", "a/plan.json"} <= copied
+    assert not [name for name in copied if "checkpoints" in name or "tokenizer" in name]
+
+
+def test_the_copy_of_runs_follows_what_is_uploaded_removed_and_altered(
+    preheat: Command, s3: Server, watched: RemoteRuns
+) -> None:
+    assert watched.update() == 1
+    run = watched.folder / "a"
+    assert watched.find_url(run) == URL
+    before = losses(run)
+    (run / "labels.json").write_text('{"name": "mine"}')
+    preheat("train", "--resume", URL, "--set", "stop.max_steps=6")
+    fresh = RemoteRuns("s3://bucket/runs")
+    assert (fresh.update(), len(losses(run))) == (1, 6)
+    assert before.items() <= losses(run).items()
+    assert (run / "labels.json").read_text() == '{"name": "mine"}'
+
+    for path in s3.fs.find("bucket/runs/a"):
+        s3.fs.cp_file(path, path.replace("runs/a", "runs/sweep/b"))
+    s3.fs.pipe_file("bucket/runs/sweep/b/metrics.jsonl", b"{}")
+    fresh = RemoteRuns("s3://bucket/runs")
+    assert fresh.update() == 2
+    assert (
+        fresh.problem == "s3://bucket/runs/sweep/b/metrics.jsonl: its checksum differs from the one that was uploaded"
+    )
+
+    for path in s3.fs.find("bucket/runs/sweep/b"):
+        s3.fs.rm_file(path)
+    assert (fresh.update(), fresh.problem, (watched.folder / "sweep/b").exists()) == (1, "", False)
+    manifest = s3.manifest()
+    manifest["files"]["../out"] = manifest["files"]["recipe.yaml"]
+    s3.fs.pipe_file(f"{URL.removeprefix('s3://')}/preheat-manifest.json", json.dumps(manifest).encode())
+    fresh = RemoteRuns("s3://bucket/runs")
+    fresh.update()
+    assert "names '../out', which is not a file of the folder" in fresh.problem
+    with pytest.raises(StorageError, match="s3://absent/runs: does not exist"):
+        RemoteRuns("s3://absent/runs").update()
+    s3.stop()
+    try:
+        ends = iter([False, True])
+        fresh.watch(lambda seconds: next(ends))
+        assert fresh.problem.startswith("s3://bucket/runs: cannot be reached")
+        assert len(losses(run)) == 6
+    finally:
+        s3.start()

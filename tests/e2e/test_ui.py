@@ -52,7 +52,12 @@ def test_mistakes_are_one_line_each(preheat: Command, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         for arguments, code, message in (
             (("ui", "--port", port), 1, f"--port {port}: cannot listen on 127.0.0.1 (Address already in use); name "),
-            (("ui", "s3://bucket/runs"), 2, "s3://bucket/runs: is a URL, and the dashboard shows local folders; run "),
+            (
+                ("ui", "https://host/runs"),
+                2,
+                "FOLDER https://host/runs: preheat knows s3://, gs://, az://, hf://; name ",
+            ),
+            (("ui", "s3://bucket"), 2, "s3://bucket: names no folder; write s3://BUCKET/FOLDER"),
             (("ui", "nowhere"), 2, "nowhere: no such folder; name the folder that holds your runs"),
             (("ui", "file"), 2, "file: is not a folder; name the folder that holds your runs"),
             (("ui", "--host", "192.0.2.1"), 1, "--host 192.0.2.1: "),

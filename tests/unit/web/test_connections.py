@@ -31,7 +31,7 @@ async def close(streams: Streams) -> None:
 async def run_server(runs: Path) -> AsyncIterator[int]:
     listener = open_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = build_server(Settings((runs,), "token", port))
+    server = build_server(Settings((runs,), "token", port), print)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield port
