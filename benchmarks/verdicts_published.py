@@ -111,7 +111,7 @@ def judge_row(job: tuple[Row, str, Mapping[str, Row]]) -> dict[str, str | float]
 
     row, outcome, gpus = job
     start = time.monotonic()
-    line: dict[str, str | float] = dict.fromkeys(COLUMNS, "") | {"id": row["id"], "outcome": outcome}
+    line: dict[str, str | float] = {**dict.fromkeys(COLUMNS, ""), "id": row["id"], "outcome": outcome}
     line["open"] = " ".join(key for key in DECISIVE if not row[key])
     try:
         roofline = replace(find_roofline(row["gpu"], gpus)[0], alone=parse_integer(row, "n_gpus") == 1)
