@@ -174,7 +174,7 @@ def write_saving(draft: Draft, *, switches: bool = False) -> None:
         draft.put("report_to", trackers or "none")
     if trackers == list(recipe.tracking.to):
         draft.cover("tracking.to")
-    if settings.workers:
+    if settings.workers != draft.said.workers:
         draft.say("dataloader_num_workers", "workers")
     draft.say("seed", "seed", always=True)
 

@@ -125,6 +125,22 @@ def _read_datasets(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("sources", *(f"sources.{key}" for key in sorted(keys))))
 
 
+def _read_column(settings: Settings, entry: Entry) -> Outcome:
+    return Takes(("sources.columns",)) if isinstance(entry.value, str) else Assumed("the column keeps its name")
+
+
+def _read_columns(settings: Settings, entries: Mapping[str, Entry]) -> None:
+    """Reads the names of columns, which are those of all datasets."""
+    names = {"query": "prompt", "response": "chosen" if settings.preference else "completion"}
+    names |= {"rejected_response": "rejected"}
+    stated = [entry for entry in entries.values() if entry.path[0] == "columns" and isinstance(entry.value, str)]
+    columns = {names.get(str(entry.value), str(entry.value)): entry.path[-1] for entry in stated}
+    if settings.preference:  # of which all names are written, also those that need no mapping
+        columns = {field: column for field, column in columns.items() if field != column}
+    for source in settings.sources if columns else ():
+        source["columns"] = columns
+
+
 def _read_loss_scale(settings: Settings, entry: Entry) -> Outcome:
     base, *others = entry.text().split("+")
     trained = {"default": "assistant", "all": "all", "last_round": "last"}
@@ -276,7 +292,7 @@ _TABLE: Mapping[str, Handler] = {
     "split_dataset_ratio": read_validation,
     "streaming": switch("streaming"),
     "columns": assume("the columns are named as the layout names them"),
-    "columns.*": assume("the columns are named as the layout names them"),
+    "columns.*": _read_column,
     "interleave_prob": assume("datasets are mixed by their numbers of rows"),
     **_names(
         "dataset_shuffle val_dataset_shuffle train_dataloader_shuffle data_seed shuffle_buffer_size stopping_strategy "
@@ -438,6 +454,7 @@ def _find(entries: Mapping[str, Entry], name: str) -> Entry | None:
 def _finish(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
     """Applies ms-swift's own rules between keys."""
     _choose_precision(settings, entries)
+    _read_columns(settings, entries)
     packing = entries.get("packing")
     if packing and settings.packing:
         attention = _find(entries, "attn_impl")

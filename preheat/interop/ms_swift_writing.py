@@ -47,6 +47,7 @@ _DEFAULTS: Mapping[str, Default] = {
         "double_quantization": True,
         "train_on": "assistant",
         "half_weights": True,
+        "workers": 1,
     }.items()
 }
 """ms-swift's defaults of the keys that this file may leave out."""
@@ -179,6 +180,7 @@ def _write_data(draft: Draft, command: str) -> None:
             draft.put("attn_impl", "flash_attn")  # packing needs it
             if command == "pt":
                 draft.put("truncation_strategy", "split")  # the rest of a long text is trained on too
+                draft.note("data.packing: no key of the file tells the command; read it with --from ms-swift-pt")
     if not settings.attention and not settings.packing:
         draft.say("attn_impl", "attention", value="eager")
 

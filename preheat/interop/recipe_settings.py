@@ -31,6 +31,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     """Returns the recipe with the values that preheat would find by itself, as far as files on this machine tell.
 
     That is the checkpoint of a preset, the layout and packing of the rows, and the steps that a number of tokens takes.
+    `mixed_precision: {mode: auto}` becomes bf16, as on a GPU: no other trainer's file has a counterpart.
 
     Raises:
         DataError: the rows of a file have no known layout.
@@ -46,7 +47,11 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     if stop.tokens is not None:
         steps = math.ceil(stop.tokens / (batch.size * batch.seq_len))
         stop = replace(stop, tokens=None, max_steps=min(steps, stop.max_steps or steps))
-    return replace(recipe, model=model, stop=stop, data=_resolve_data(recipe.data))
+    techniques = dict(recipe.techniques)
+    precision = techniques.get("mixed_precision")
+    if precision is not None and vars(precision)["mode"] == "auto":
+        techniques["mixed_precision"] = replace(precision, mode="bf16")  # type: ignore[call-arg]
+    return replace(recipe, model=model, stop=stop, data=_resolve_data(recipe.data), techniques=techniques)
 
 
 def _resolve_data(data: Data) -> Data:

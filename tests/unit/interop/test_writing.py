@@ -17,7 +17,7 @@ from preheat.interop.reading import ForeignConfig, read_config
 from preheat.interop.recipe_settings import resolve_recipe
 from preheat.interop.targets import TARGETS, render
 from preheat.interop.writing import Written, compare
-from preheat.recipe import Recipe, override, parse, to_values
+from preheat.recipe import Recipe, load, named_recipes, override, parse, to_values
 
 from .reads import read
 
@@ -127,6 +127,31 @@ def test_what_was_written_is_read_as_the_same_recipe(
     assert rate == recipe.optimizer.lr
 
 
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl", "ms-swift"])
+@pytest.mark.parametrize(
+    "name", [name for name, file in named_recipes().items() if not file.is_chain and file.package is None]
+)
+def test_built_in_recipes_are_read_back_or_listed(
+    to: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    devices = 8 if name == "multi-gpu" else 1
+    plain = load(name)
+    stated = ["optimizer.lr=1.0e-4", f"parallel.devices={devices}"]
+    stated += [] if plain.model.path or plain.model.preset else ["model={path: tiny}"]
+    own = any(part.source in ("stdlib", "docstrings") for part, _ in plain.data.parts())
+    stated += ["data={source: rows.jsonl, layout: text, packing: stream}"] if own else []
+    recipe = load(name, stated)
+    written, text = write(recipe, to)
+    for file, content in written.beside.items():
+        Path(file).write_text(content)
+    file = TARGETS[to].file.format(name=name)
+    back = read(text, Path(file), where=file, devices=devices)
+    listed = {item.key for item in written.left_out} | {note.partition(":")[0] for note in written.notes}
+    differences = compare(resolve_recipe(recipe), to_values(back.recipe))
+    assert [(key, value) for key, value in differences if key not in listed] == []
+
+
 @pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl"])
 def test_each_technique_is_said_or_listed(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -189,6 +214,12 @@ def test_a_file_of_rows_tells_their_layout(tmp_path: Path) -> None:
     assert write(unknown, "trl")[0].lost == ()  # which recognizes rows itself
 
 
+@pytest.mark.parametrize("to", ["axolotl", "llamafactory", "trl", "ms-swift"])
+def test_automatic_precision_is_that_of_a_gpu(to: str) -> None:
+    automatic = parse(LORA.replace("mode: bf16", "mode: auto"))
+    assert write(automatic, to)[1] == write(parse(LORA), to)[1]
+
+
 SWIFT = """\
 model: tiny
 use_hf: true
@@ -231,6 +262,7 @@ save_total_limit: 3
 eval_strategy: steps
 eval_steps: 50
 report_to: none
+dataloader_num_workers: 0
 seed: 7
 """
 
