@@ -30,6 +30,20 @@ function showState(chat) {
   chat.querySelector("[data-action=interrupt]").disabled = !isBusy;
 }
 
+// Text that has arrived, by side: a fast model writes thousands of tokens a second, and each change is a layout.
+const arrived = new Map();
+
+function showArrived(side) {
+  const text = arrived.get(side);
+  arrived.delete(side);
+  if (!text) return;
+  const turns = side.querySelector("[data-part=turns]");
+  const content = turns.querySelector("[data-part=growing]") ?? addTurn(side, "model", "");
+  content.dataset.part = "growing";
+  content.append(text);
+  turns.scrollTop = turns.scrollHeight;
+}
+
 function showRecord(side, record) {
   const status = side.querySelector("[data-part=status]");
   const turns = side.querySelector("[data-part=turns]");
@@ -37,11 +51,10 @@ function showRecord(side, record) {
     side.dataset.state = "ready";
     status.textContent = (record.ready.step === null ? "" : `Step ${record.ready.step.toLocaleString("en")}; `) + record.ready.format;
   } else if (record.text !== undefined) {
-    const content = turns.querySelector("[data-part=growing]") ?? addTurn(side, "model", "");
-    content.dataset.part = "growing";
-    content.textContent += record.text;
-    turns.scrollTop = turns.scrollHeight;
+    if (!arrived.has(side)) setTimeout(() => showArrived(side), 50);
+    arrived.set(side, (arrived.get(side) ?? "") + record.text);
   } else {
+    showArrived(side);
     const growing = turns.querySelector("[data-part=growing]");
     growing?.removeAttribute("data-part");
     side.dataset.state = "ready";
