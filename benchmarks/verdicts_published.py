@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", nargs="*", default=[""], help="how ids of the rows to plan begin")
+    parser.add_argument("--only", nargs="+", default=[""], help="how ids of the rows to plan begin")
     options = parser.parse_args()
     with options.runs.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -163,7 +163,7 @@ def main() -> None:
         writer = csv.DictWriter(file, COLUMNS)
         if not lines:
             writer.writeheader()
-        for line in pool.imap(judge_row, jobs):
+        for line in pool.imap_unordered(judge_row, jobs):
             writer.writerow(line)
             file.flush()
 

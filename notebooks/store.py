@@ -57,7 +57,7 @@ SMALL = {
 }
 
 
-def read_notebooks(names: list[str]) -> list[Path]:
+def find_notebooks(names: list[str]) -> list[Path]:
     """Paths of the named notebooks, or of all; exits with 2 if a name is unknown."""
     paths = {path.stem: path for path in NOTEBOOKS}
     for name in names:
@@ -128,7 +128,8 @@ def clean_text(text: str, folder: Path) -> str:
     """The text without progress that a later line overwrote, paths of this machine and addresses of objects."""
     text = re.sub(r"[^\r\n]*\r(?!\n)", "", text)
     for path, name in ((folder, "folder"), (ROOT, "."), (Path(sys.prefix), ".venv"), (Path.home(), "~")):
-        text = re.sub(re.escape(str(path)) + r"(/tmp\w+)?", name, text)
+        if len(path.parts) > 1:  # in a container, / may be the home
+            text = re.sub(re.escape(str(path)) + r"(/tmp\w+)?", name, text)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -143,7 +144,7 @@ def shrink_picture(content: str) -> str:
 
 
 def describe_code(notebook: Mapping) -> dict:
-    """What the outputs of the notebook belong to: a digest of its code, and the built-in recipes that it names."""
+    """Returns a digest of the notebook's code, and a description of each built-in recipe that it names."""
     cells = [join(cell["source"]) for cell in notebook["cells"]]
     code = [join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     files = sorted((path.stem, path) for path in RECIPES.rglob("*.yaml"))
@@ -158,6 +159,8 @@ def describe_recipe(path: Path) -> dict:
     described = {"settings": digest(json.dumps(settings, sort_keys=True))}
     if "chain" in settings:
         return described
+    import torch
+
     from preheat.planning.dry_run import observe
     from preheat.planning.request import Request
 
@@ -167,7 +170,13 @@ def describe_recipe(path: Path) -> dict:
     small = parse(yaml.safe_dump({**settings, **SMALL, "techniques": techniques}), where=str(path))
     world = 8 if "fsdp" in settings["techniques"] else 1
     request = Request(small, Device("cpu", "any", 2**35), vocabulary=1024, world=world)
-    return {**described, "planned_mib": round(max(observe(request).peak.values()) / 2**20, 3)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # attention on a CPU takes memory for each thread
+    try:
+        peak = max(observe(request).peak.values())
+    finally:
+        torch.set_num_threads(threads)
+    return {**described, "planned_mib": round(peak / 2**20, 3)}
 
 
 def join(text: str | list[str]) -> str:
@@ -180,7 +189,7 @@ def digest(text: str) -> str:
 
 
 def find_faults(path: Path) -> Iterator[str]:
-    """Why the stored outputs of this notebook must be made again, one line each."""
+    """Yields the reasons why the stored outputs are outdated, one line each."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     again = f"python notebooks/store.py {path.stem}"
     stored = notebook["metadata"].get("preheat")
@@ -229,7 +238,7 @@ def store(path: Path, *, small: bool, out: Path | None) -> None:
     from nbclient.exceptions import CellExecutionError
 
     notebook = nbformat.read(path, as_version=4)
-    begun, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    start, usage_before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         try:
             execute(notebook, Path(folder), small=small)
@@ -241,7 +250,7 @@ def store(path: Path, *, small: bool, out: Path | None) -> None:
             raise SystemExit(1) from None
         errors = clean(notebook, Path(folder))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    cpu = after.ru_utime + after.ru_stime - usage_before.ru_utime - usage_before.ru_stime
     notebook.metadata["preheat"] = {
         **describe_code(notebook),
         "cpu_seconds": round(cpu),
@@ -250,7 +259,7 @@ def store(path: Path, *, small: bool, out: Path | None) -> None:
     target = (out or FOLDER) / path.name
     nbformat.write(notebook, target)
     print("".join(errors), end="", file=sys.stderr)
-    print(f"{path.stem}: {time.monotonic() - begun:.0f} s, of CPU {cpu:.0f} s; {target.stat().st_size / 1000:.0f} KB")
+    print(f"{path.stem}: {time.monotonic() - start:.0f} s, of CPU {cpu:.0f} s; {target.stat().st_size / 1000:.0f} KB")
 
 
 def main() -> None:
@@ -262,7 +271,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="run at the size of the tests; needs --out")
     parser.add_argument("--out", type=Path, help="folder for the executed notebooks instead of this one")
     options = parser.parse_args()
-    paths = read_notebooks(options.names)
+    paths = find_notebooks(options.names)
     if options.small and options.out is None:
         parser.error("--small needs --out FOLDER, since the stored outputs are of the real size")
     if options.out is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import hashlib
 import os
 import re
@@ -169,6 +170,8 @@ class RemoteFolder:
             return StorageError(f"{url}: does not exist ({reason}); create the bucket, or name another")
         if isinstance(error, PermissionError) or type(error).__name__ in _DENIED:
             return StorageError(f"{url}: access denied ({reason}); check {self._backend.credentials}")
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return StorageError(f"{url}: cannot be stored here ({reason}); free disk space, or set PREHEAT_CACHE")
         return Unreachable(f"{url}: cannot be reached ({reason})")
 
     @contextlib.contextmanager
@@ -234,10 +237,14 @@ class RemoteFolder:
         folders, files = [], {}
         with self._explained():
             for facts in self._fs.ls(self.root, detail=True):
-                name = facts["name"].rstrip("/").rpartition("/")[2]
+                path = facts["name"].rstrip("/")
+                name = path.rpartition("/")[2]
+                # A marker of the folder itself, as in `list_names`; and a name must not lead out of a local copy.
+                if path == self.root or name in ("", ".", ".."):
+                    continue
                 if facts["type"] == "directory":
                     folders.append(name)
-                elif facts["name"].rstrip("/") != self.root:  # as in `list_names`
+                else:
                     files[name] = _identify(facts)
         return sorted(folders), files
 

@@ -71,8 +71,8 @@ def serve_requests(
 ) -> None:
     """Answers the requests of standard input until its end; a bad request is an error and ends nothing.
 
-    Ctrl-C ends an answer. Between answers it does nothing: it may be meant for an answer that has just ended. Only on a
-    terminal it ends the chat.
+    Ctrl-C ends an answer. Between answers it does nothing: it may be meant for an answer that has just ended. On a
+    terminal it ends the chat then.
     """
     speak = _open_chat(opened, template, settings, system, seed)
     with nullcontext() if sys.stdin.isatty() else ignore_keyboard_interrupt():

@@ -44,14 +44,14 @@ def ui(
     import secrets
     import socket
 
-    from preheat.storage import require_scheme
+    from preheat.storage import is_url, require_scheme
     from preheat.web.server import build_server, open_socket
     from preheat.web.settings import Settings
 
-    urls = [folder for folder in folders or () if "://" in folder]
-    for url in urls:
-        require_scheme("FOLDER", url)
-    named = [Path(folder) for folder in folders or () if folder not in urls]
+    for folder in folders or ():
+        require_scheme("FOLDER", folder)
+    urls = [folder.rstrip("/") for folder in folders or () if is_url(folder)]
+    named = [Path(folder) for folder in folders or () if not is_url(folder)]
     for path in named:
         if not path.exists():
             raise RecipeError(f"{path}: no such folder; name the folder that holds your runs")

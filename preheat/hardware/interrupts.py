@@ -121,11 +121,16 @@ def ignore_keyboard_interrupt() -> AbstractContextManager[None]:
 
 @contextmanager
 def _handle_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.getsignal(signal.SIGINT)
     try:
+        signal.signal(signal.SIGINT, handler)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        try:
+            signal.signal(signal.SIGINT, before)
+        except KeyboardInterrupt:  # a signal that was pending: Python handles it first, and leaves the handler
+            signal.signal(signal.SIGINT, before)
+            raise
 
 
 def check() -> None:

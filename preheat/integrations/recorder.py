@@ -151,8 +151,8 @@ def plan_loop(
     for key in loop.foreign.reading.not_understood:
         watch.notice(f"{key.key}: {key.value}: not understood; {key.assumed}")
     _judge(plan, request, on_misfit, watch)
-    # After planning, which imports modules of its own. What an earlier loop in this process freed would be counted as
-    # held by the imports, and then be reused.
+    # After planning, which imports modules of its own. Memory that an earlier loop in this process
+    # freed would count as held by the imports, and then be reused.
     gc.collect()
     release_unused(kind)
     return LoopPlan(loop, request, plan, max(resident_bytes() - held, 0) if kind == "cpu" else 0)

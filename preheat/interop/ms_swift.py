@@ -138,7 +138,7 @@ def _read_columns(settings: Settings, entries: Mapping[str, Entry]) -> None:
     if settings.preference:  # of which all names are written, also those that need no mapping
         columns = {field: column for field, column in columns.items() if field != column}
     for source in settings.sources if columns else ():
-        source["columns"] = columns
+        source["columns"] = dict(columns)
 
 
 def _read_loss_scale(settings: Settings, entry: Entry) -> Outcome:

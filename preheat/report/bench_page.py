@@ -55,9 +55,9 @@ def _render_page(result: BenchResult) -> str:
 {page.section("give", "Gain of each technique", _render_waterfalls(result))}
 {page.section("contenders", "Every contender", _render_table(result) + (page.bullets(notices) if notices else ""))}
 {page.section("profiles", "Where the time of a step goes", _render_findings(result))}
-<footer>{"One turn" if result.repeats == 1 else f"{escape(result.repeats)} turns"} of {escape(result.steps)} \
-steps each, every turn in a process of its own, in alternation. Speed: median over the turns
-of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of \
+<footer>{"One turn" if result.repeats == 1 else f"{escape(result.repeats)} turns, in alternation,"} of \
+{escape(result.steps)} steps, each in a process of its own. Speed: the median step, and of several turns their median;
+ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of \
 the first step's
 gradients with those of {escape(result.rows[0].name)}. All figures as data: bench.json.</footer>""",
     )

@@ -465,7 +465,6 @@ def _format_range(recorded: object) -> str:
     return " to ".join(map(format_value, recorded)) if isinstance(recorded, list) else format_value(recorded)
 
 
-# Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 def _format_load(recorded: object) -> str:
     """Returns how many cores a session left to others, as "others used 1.9 of 2 cores"."""
     load = recorded if isinstance(recorded, dict) else {}
@@ -484,6 +483,7 @@ def _format_usage(recorded: object) -> str:
     return ", ".join(parts)
 
 
+# Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
 _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
     "requested": ("it asked for", _format_bytes),
     "room": ("free", _format_bytes),

@@ -30,7 +30,16 @@ from preheat.run.layout import abbreviate, read_mark
 from preheat.sanitize import quote_value, shorten
 from preheat.storage import RemoteFolder, StorageError, Unreachable, digest_url
 
-__all__ = ["MANIFEST", "LostFolder", "Manifest", "RemoteCopy", "RemoteFile", "period_of", "read_manifest"]
+__all__ = [
+    "MANIFEST",
+    "LostFolder",
+    "Manifest",
+    "RemoteCopy",
+    "RemoteFile",
+    "download_file",
+    "period_of",
+    "read_manifest",
+]
 
 MANIFEST = "preheat-manifest.json"
 _FORMAT = 1
@@ -252,7 +261,7 @@ class RemoteCopy:
             raise self._no_run()
         content = self.remote.read(manifest.files["recipe.yaml"].object)
         if content is None or hashlib.sha256(content).hexdigest() != manifest.files["recipe.yaml"].sha256:
-            raise self._altered("recipe.yaml")
+            raise _describe_altered(self.url, "recipe.yaml")
         file = self._home / "recipe.yaml"
         try:
             make_private(self._home)
@@ -331,15 +340,7 @@ class RemoteCopy:
         if same:
             _link_or_copy(former, file, path)
             return
-        self.remote.download(entry.object, file)
-        if file.stat().st_size != entry.bytes or compute_sha256(file) != entry.sha256:
-            raise self._altered(path)
-
-    def _altered(self, path: str) -> RunError:
-        return RunError(
-            f"{self.url}/{path}: was altered since preheat uploaded it (its checksum differs), or is being written; "
-            "repeat the command, or restore the object"
-        )
+        download_file(self.remote, path, entry, file)
 
     def _no_run(self) -> RunError:
         return RunError(f"{self.url}: holds no run to resume; run it without --resume first")
@@ -563,9 +564,34 @@ def read_manifest(remote: RemoteFolder) -> Manifest | None:
         )
     for path, file in manifest.files.items():
         # Whoever can write to the storage must not reach files outside of the local folder.
-        if any(PurePosixPath(n).is_absolute() or ".." in PurePosixPath(n).parts for n in (path, file.object)):
+        if not all(map(_is_inside, (path, file.object))):
             raise RunError(f"{remote.url}/{MANIFEST}: names {quote_value(path)}, which is not a file of the folder")
     return manifest
+
+
+def download_file(remote: RemoteFolder, path: str, entry: RemoteFile, target: Path) -> None:
+    """Downloads a file of a manifest.
+
+    Raises:
+        StorageError: its object is gone, no access or no link.
+        RunError: its content is not that of the manifest.
+    """
+    remote.download(entry.object, target)
+    if target.stat().st_size != entry.bytes or compute_sha256(target) != entry.sha256:
+        raise _describe_altered(remote.url, path)
+
+
+def _describe_altered(url: str, path: str) -> RunError:
+    return RunError(
+        f"{url}/{path}: was altered since preheat uploaded it (its checksum differs), or is being written; repeat the "
+        "command, or restore the object"
+    )
+
+
+def _is_inside(name: str) -> bool:
+    """Returns True for the relative path of a file that stays in its folder."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 def _article(kind: str) -> str:

@@ -12,32 +12,35 @@ from pathlib import Path, PurePosixPath
 
 from preheat.cache_folder import cache_folder, make_private
 from preheat.errors import RunError
-from preheat.files import compute_sha256
+from preheat.files import compute_sha256, lock_file
 from preheat.run.layout import LABELS, PROFILE
-from preheat.run.remote_copy import MANIFEST, Manifest, period_of, read_manifest
+from preheat.run.remote_copy import MANIFEST, Manifest, download_file, period_of, read_manifest
 from preheat.storage import RemoteFolder, StorageError, Unreachable, digest_url
 
 __all__ = ["RemoteRuns"]
 
 _DEPTH = 5
 """Folders between the URL and a run."""
-_MOST_RUNS = 2_000
+_MOST_FOLDERS = 5_000
+"""Folders to list in an update: each is a request."""
 _ENDED_PERIODS = 15
 """Periods after which a run whose session has ended is looked at again: it may have been resumed."""
 _PROFILE_FILE = f"{PROFILE}/profile.json"
 
 
 @dataclass
-class _Known:
+class _CopiedRun:
     """A run that was copied.
 
     Attributes:
         tag: of its manifest, which each upload replaces; "" if it could not be copied.
+        is_run: it is a run, not an export.
         is_active: the session that writes it has not ended.
         next_look: monotonic seconds.
     """
 
     tag: str
+    is_run: bool
     is_active: bool
     next_look: float
 
@@ -51,7 +54,7 @@ class RemoteRuns:
     Attributes:
         folder: holds a folder for each run, with the files at its top and its profile. Its labels are first the
             uploaded ones, and then those that are given on this machine.
-        period: seconds between two updates that cost the storage little.
+        period: seconds between two updates.
         problem: why the last update failed, as a sentence; "" if it did not.
 
     Example:
@@ -61,11 +64,12 @@ class RemoteRuns:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.folder = cache_folder() / "remote-runs" / digest_url(self.url)
+        # Resolved, as the catalogue's paths are: the cache may be a link.
+        self.folder = (cache_folder() / "remote-runs" / digest_url(self.url)).resolve()
         self.period = period_of(self.url)
         self.problem = ""
         self._remote: RemoteFolder | None = None
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _CopiedRun] = {}
 
     def find_url(self, run: Path) -> str:
         """Returns the URL of a run in `folder`."""
@@ -83,25 +87,35 @@ class RemoteRuns:
             self._remote = RemoteFolder(self.url)
         try:
             make_private(self.folder)
-            found, problems, told = set(), [], time.monotonic()
-            for name, remote, tag in self._find_runs(self._remote):
-                found.add(name)
-                if problem := self._update_run(name, remote, tag):
-                    problems.append(problem)
-                if time.monotonic() - told > 5:
-                    say(f"{self.url}: {len(found)} runs so far")
-                    told = time.monotonic()
-            for name in self._list_copies() - {self._place(name) for name in found}:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+            # Another server may follow the same URL.
+            with self.folder.with_suffix(".lock").open("a") as lock:
+                lock_file(lock, wait=True)
+                problems = self._copy_new(self._remote, say)
         except OSError as error:
             raise RunError(
                 f"{self.folder}: cannot be written ({error.strerror}); free disk space, or set PREHEAT_CACHE to "
                 "another folder"
             ) from None
-        self._known = {name: known for name, known in self._known.items() if name in found}
         more = f", and {len(problems) - 1} more runs" if len(problems) > 1 else ""
         self.problem = f"{problems[0]}{more}" if problems else ""
-        return len(found)
+        return sum(known.is_run for known in self._known.values())
+
+    def _copy_new(self, top: RemoteFolder, say: Callable[[str], None]) -> list[str]:
+        """Brings the copies up to date, and returns a sentence for each run of which that is not possible now."""
+        names: set[str] = set()
+        problems = []
+        last_line = time.monotonic()
+        for name, remote, tag in self._find_runs(top):
+            names.add(name)
+            if problem := self._update_run(name, remote, tag):
+                problems.append(problem)
+            if time.monotonic() - last_line > 5:
+                say(f"{self.url}: {len(names)} runs so far")
+                last_line = time.monotonic()
+        for name in self._list_copies() - {self._name_copy(name) for name in names}:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        self._known = {name: known for name, known in self._known.items() if name in names}
+        return problems
 
     def watch(self, wait: Callable[[float], bool]) -> None:
         """Updates again and again, until `wait`, which gets the seconds until the next update, returns True.
@@ -113,8 +127,10 @@ class RemoteRuns:
                 self.update()
             except RunError as error:
                 self.problem = str(error)
+            except Exception as error:  # noqa: BLE001 - a backend's: the thread must go on, and the page says it
+                self.problem = f"{self.url}: {type(error).__name__}: {error}"
 
-    def _place(self, name: str) -> str:
+    def _name_copy(self, name: str) -> str:
         """Returns the folder of a run in `folder`; the one at the URL itself has no name below it."""
         return name or PurePosixPath(self.url).name
 
@@ -124,7 +140,7 @@ class RemoteRuns:
 
     def _find_runs(self, remote: RemoteFolder) -> Iterator[tuple[str, RemoteFolder, str]]:
         """Yields the name, folder and manifest's tag of each run; what is known to be a run is not always listed."""
-        level, count = [""], 0
+        level, listed = [""], 0
         for _ in range(_DEPTH + 1):
             below: list[str] = []
             for name in level:
@@ -133,14 +149,21 @@ class RemoteRuns:
                 if known is not None and time.monotonic() < known.next_look:
                     yield name, folder, known.tag
                     continue
-                folders, files = folder.list_folder()
-                if MANIFEST not in files:
+                listed += 1
+                if listed > _MOST_FOLDERS:
+                    raise StorageError(f"{self.url}: holds more than {_MOST_FOLDERS:,} folders; name one of them")
+                try:
+                    folders, files = folder.list_folder()
+                except Unreachable:
+                    raise
+                except StorageError:
+                    if not name:
+                        raise
+                    continue  # removed since its parent was listed
+                if MANIFEST in files:
+                    yield name, folder, files[MANIFEST]
+                else:
                     below += [f"{name}/{folder}".lstrip("/") for folder in folders]
-                    continue
-                count += 1
-                if count > _MOST_RUNS:
-                    raise StorageError(f"{self.url}: holds more than {_MOST_RUNS:,} runs; name a folder below it")
-                yield name, folder, files[MANIFEST]
             level = below
 
     def _update_run(self, name: str, remote: RemoteFolder, tag: str) -> str:
@@ -150,15 +173,17 @@ class RemoteRuns:
             try:
                 manifest = read_manifest(remote)
                 if manifest is not None and manifest.kind == "run":
-                    _download(remote, manifest, self.folder / self._place(name))
+                    _download(remote, manifest, self.folder / self._name_copy(name))
             except Unreachable:
                 raise
-            except RunError as error:
+            except (RunError, ValueError) as error:  # ValueError: a name that no file can have
                 # While a run is written, an upload may remove an object before it is read here: the next update finds
                 # its successor.
-                self._known[name] = _Known("", is_active=True, next_look=0.0)
+                self._known[name] = _CopiedRun("", is_run=True, is_active=True, next_look=0.0)
                 return "" if known is not None and known.tag else str(error)
-            known = self._known[name] = _Known(tag, manifest is not None and manifest.active, 0.0)
+            is_run = manifest is not None and manifest.kind == "run"
+            known = _CopiedRun(tag, is_run, manifest is not None and manifest.active, 0.0)
+            self._known[name] = known
         if not known.is_active and time.monotonic() >= known.next_look:
             known.next_look = time.monotonic() + self.period * _ENDED_PERIODS
         return ""
@@ -180,9 +205,7 @@ def _download(remote: RemoteFolder, manifest: Manifest, folder: Path) -> None:
         os.close(handle)
         partial = Path(name)
         try:
-            remote.download(file.object, partial)
-            if compute_sha256(partial) != file.sha256:
-                raise StorageError(f"{remote.url}/{path}: its checksum differs from the one that was uploaded")
+            download_file(remote, path, file, partial)
             os.utime(partial, (written, written))
             partial.replace(target)
         finally:

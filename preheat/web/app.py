@@ -65,7 +65,7 @@ def create_app(settings: Settings) -> Starlette:
         routes=routes,
         middleware=[Middleware(Guard, settings=settings)],
         exception_handlers=handlers,
-        lifespan=_run_beside,
+        lifespan=_manage_background,
     )
     folders = settings.folders
     remotes = tuple(RemoteRuns(url) for url in settings.urls)
@@ -75,7 +75,7 @@ def create_app(settings: Settings) -> Starlette:
 
 
 @asynccontextmanager
-async def _run_beside(app: Starlette) -> AsyncIterator[None]:
+async def _manage_background(app: Starlette) -> AsyncIterator[None]:
     """Follows runs in object storage while the server runs, and ends its commands with it."""
     state: State = app.state.ui
     ends = threading.Event()

@@ -40,6 +40,7 @@ from preheat.report.formatting import format_headline, read_mapping
 from preheat.report.report_data import name_model
 from preheat.report.run_page import describe_event
 from preheat.run.reader import Reader, read_event, read_metrics, read_system
+from preheat.run.remote_copy import period_of
 from preheat.sanitize import shorten
 from preheat.web.columns import Table, TableShape
 from preheat.web.growing_file import GrowingFile, Position
@@ -662,7 +663,9 @@ def _find_state(index: _RunIndex, files: tuple[tuple[int, int], ...], *, has_lin
     """Returns the state, and True if the run's files are fresh."""
     lock = index.entry.path / "lock"
     is_locked = _INDEXES.locks.is_locked(lock)
-    is_fresh = time.time() - max(changed for _, changed in files) / 1e9 < _FRESH_S
+    # A copy of a run in object storage is as old as its last upload.
+    limit = max(_FRESH_S, 3 * period_of(index.entry.url)) if index.entry.url else _FRESH_S
+    is_fresh = time.time() - max(changed for _, changed in files) / 1e9 < limit
     end = index.session.end
     if is_locked:
         index.seen_unlocked, index.is_elsewhere = None, False

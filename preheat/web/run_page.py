@@ -190,6 +190,9 @@ async def _save(request: Request) -> Response:
 
 async def _request(request: Request, what: str) -> Response:
     entry = await _find(request)
+    if entry.url:  # its status names a process of another machine
+        message = "The run is in object storage: stop it on the machine that trains it."
+        return render(request, "_run_message.html", message=message, is_bad=True)
     try:
         message, is_bad = await run_in_threadpool(send_request, entry.path, "stop" if what == "stop" else "save"), False
     except RunError as error:

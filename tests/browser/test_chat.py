@@ -1,4 +1,4 @@
-"""A chat in a browser: a long answer is stopped, and the conversation goes on."""
+"""A chat in a browser: a long answer is stopped, and the conversation continues."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_the_saved_page_opens_offline(
         expect(offline.locator("figure.chart svg")).to_have_count(curves)
         expect(offline.locator("#timeline")).to_contain_text("finished")
         expect(offline.locator("#memory .stack").first).to_be_visible()
-        # What needs the server is left out: its buttons, the choice of another curve, the link to the log.
+        # The saved page leaves out everything that needs the server: its buttons, the choice of another curve, the link to the log.
         expect(offline.get_by_role("button")).to_have_count(0)
         for text in ("Save now", "Another curve", "Smoothing", "terminal"):
             expect(offline.get_by_text(text)).to_have_count(0)

@@ -24,12 +24,14 @@ from preheat.run import remote_copy
 from preheat.run.remote_copy import LostFolder, RemoteCopy
 from preheat.run.remote_runs import RemoteRuns
 from preheat.storage import RemoteFolder, StorageError, Unreachable, download_source
+from preheat.web.catalogue import Catalogue
 
 from .conftest import Command, losses
 from .test_ui import open_page
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
+boto3 = pytest.importorskip("boto3")
 
 URL = "s3://bucket/runs/a"
 _SERVE = """
@@ -70,6 +72,17 @@ class Server:
         assert self.process is not None
         self.process.kill()
         self.process.communicate()
+
+    @property
+    def client(self) -> Any:
+        """Writes keys that a file system has no names for."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.environment["AWS_ENDPOINT_URL"],
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            region_name="us-east-1",
+        )
 
     @property
     def fs(self) -> Any:
@@ -485,9 +498,7 @@ def test_the_copy_of_runs_follows_what_is_uploaded_removed_and_altered(
     s3.fs.pipe_file("bucket/runs/sweep/b/metrics.jsonl", b"{}")
     fresh = RemoteRuns("s3://bucket/runs")
     assert fresh.update() == 2
-    assert (
-        fresh.problem == "s3://bucket/runs/sweep/b/metrics.jsonl: its checksum differs from the one that was uploaded"
-    )
+    assert fresh.problem.startswith("s3://bucket/runs/sweep/b/metrics.jsonl: was altered since preheat uploaded it")
 
     for path in s3.fs.find("bucket/runs/sweep/b"):
         s3.fs.rm_file(path)
@@ -508,3 +519,24 @@ def test_the_copy_of_runs_follows_what_is_uploaded_removed_and_altered(
         assert len(losses(run)) == 6
     finally:
         s3.start()
+
+
+def test_names_of_objects_do_not_lead_out_of_the_copy_and_exports_are_no_runs(
+    preheat: Command, s3: Server, watched: RemoteRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = json.dumps(s3.manifest())
+    for key in ("runs/../../secret", "runs//nameless", "runs/export"):
+        s3.client.put_object(Bucket="bucket", Key=f"{key}/preheat-manifest.json", Body=manifest.encode())
+    export = json.dumps(s3.manifest() | {"kind": "export"})
+    s3.client.put_object(Bucket="bucket", Key="runs/export/preheat-manifest.json", Body=export.encode())
+    s3.client.put_object(Bucket="bucket", Key="runs/", Body=b"")  # as consoles mark a folder
+    assert (watched.update(), watched.problem) == (1, "")
+    assert [path.name for path in watched.folder.iterdir()] == ["a"]
+    # The cache may be a link; the catalogue's paths are resolved.
+    link = tmp_path / "link"
+    link.symlink_to(preheat.environment["PREHEAT_CACHE"])
+    monkeypatch.setenv("PREHEAT_CACHE", str(link))
+    linked = RemoteRuns("s3://bucket/runs")
+    linked.update()
+    (entry,) = Catalogue((), (linked,)).list_runs()
+    assert entry.url == URL

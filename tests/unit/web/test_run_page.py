@@ -25,8 +25,10 @@ from preheat.core.run_records import (
     Stopping,
 )
 from preheat.files import to_json
+from preheat.run.remote_runs import RemoteRuns
 from preheat.run.writer import Writer
 from preheat.web.app import create_app
+from preheat.web.catalogue import Catalogue
 from preheat.web.settings import Settings
 
 from ..plans import values_of
@@ -103,6 +105,24 @@ def test_the_page_says_state_judgement_and_the_command_that_resumes(run: Path, c
         *("preheat", "train", str(run / "recipe.yaml"), "--out", str(run), "--resume"),
         *("--nproc", "2", "--trust-remote-code"),
     ]
+
+
+def test_a_run_in_object_storage_is_resumed_by_its_url_and_neither_stopped_nor_deleted_here(
+    run: Path,
+) -> None:
+    remote = RemoteRuns("s3://bucket/runs")
+    shutil.copytree(run, remote.folder / run.name)
+    client = Client(remote.folder / run.name)
+    state = client.http.app.state  # type: ignore[attr-defined]
+    state.ui = replace(state.ui, catalogue=Catalogue((), (remote,)))
+    url = f"s3://bucket/runs/{run.name}"
+    page = html.unescape(client.get())
+    assert f"<code>{url}</code>" in page
+    assert shlex.join(["preheat", "train", "--resume", url]) in page
+    for action in ("/stop", "/save"):
+        assert "The run is in object storage: stop it on the machine that trains it." in client.post(action)
+    assert f"delete the folder {url} there" in html.unescape(client.post("/delete", 422))
+    assert (remote.folder / run.name / "recipe.yaml").exists()
 
 
 def test_nothing_of_a_run_is_markup(client: Client) -> None:
