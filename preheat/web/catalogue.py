@@ -82,20 +82,26 @@ class Catalogue:
         self._entries = {entry.id: entry for entry in self._find()}
         self._listed = time.monotonic()
 
+    def update_for(self, id: str) -> None:
+        """Reads the folders again if a run is not in the list: it may be newer.
+
+        Ids that do not exist cost a reading each, at most four a second.
+        """
+        if id in self._entries:
+            return
+        with self._lock:
+            if id not in self._entries and time.monotonic() - self._searched >= _FRESH_TO_FIND_S:
+                self._read_folders()
+                self._searched = time.monotonic()
+
     def find(self, id: str) -> RunEntry:
         """Returns a run by its id.
 
         Raises:
             HTTPException: 404, there is none; it may have been deleted.
         """
+        self.update_for(id)
         entry = self._entries.get(id)
-        if entry is None:
-            # It may be newer than the list. Ids that do not exist cost a listing each, at most four a second.
-            with self._lock:
-                if id not in self._entries and time.monotonic() - self._searched >= _FRESH_TO_FIND_S:
-                    self._read_folders()
-                    self._searched = time.monotonic()
-                entry = self._entries.get(id)
         if entry is None or not is_run(entry.path) or not is_in_place(entry.path) or self._find_link(entry.path):
             raise HTTPException(404, "This run does not exist any more: its folder was deleted, moved or renamed.")
         return entry

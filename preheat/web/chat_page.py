@@ -81,8 +81,9 @@ def _list_fields(state: State) -> list[Field]:
 
 
 async def _show(request: Request) -> Response:
-    fields = await run_in_threadpool(_list_fields, state_of(request))
     values = clean_values(request.query_params.multi_items())
+    await run_in_threadpool(state_of(request).catalogue.update_for, values.get("a", ""))
+    fields = await run_in_threadpool(_list_fields, state_of(request))
     return render(request, "chat.html", fields=fill(fields, values))
 
 

@@ -63,8 +63,9 @@ def _list_fields(state: State, choices: Choices) -> list[Field]:
 async def _show(request: Request) -> Response:
     state = state_of(request)
     choices = await run_in_threadpool(load_choices, state.jobs)
-    fields = await run_in_threadpool(_list_fields, state, choices)
     values = clean_values(request.query_params.multi_items())
+    await run_in_threadpool(state.catalogue.update_for, values.get("recipe", ""))
+    fields = await run_in_threadpool(_list_fields, state, choices)
     return render(request, "data.html", fields=fill(fields, values), asks="recipe" in values)
 
 

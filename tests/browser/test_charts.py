@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import uvicorn
+from playwright.sync_api import expect
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
@@ -153,7 +154,7 @@ def test_two_runs_have_a_legend_and_a_table(page: Page, site: Site) -> None:
     assert page.locator("path.curve").count() == 1
     second.click()
     page.get_by_text("Values as a table").click()
-    assert page.locator("figure.chart tbody tr").count() == 24
+    expect(page.locator("figure.chart tbody tr")).to_have_count(24)  # the table is filled after it is open
     assert page.locator("figure.chart thead th").all_inner_texts()[1] == "a"
 
 

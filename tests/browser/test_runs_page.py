@@ -73,7 +73,7 @@ def test_a_selection_survives_updates_and_is_compared_and_saved(
     expect(recipes).to_contain_text("model.hidden_size")
     expect(recipes.locator("tbody tr")).to_have_count(1)
     expect(page.locator("#curves figure.chart svg").first).to_be_visible()
-    page.get_by_label("gradient norm").check()
+    page.get_by_role("checkbox", name="gradient norm").check()
     expect(page.locator("#curves figure.chart")).to_have_count(3)
 
     # The saved page opens offline, looks alike, and has the curves with their names and values.

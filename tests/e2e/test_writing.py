@@ -282,27 +282,27 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
 def test_ctrl_c_ends_an_answer_of_a_chat_for_programs_and_nothing_between_answers(preheat: Command) -> None:
     settings = ("stop.max_steps=2", "model.max_positions=100000")
     preheat.here("train", "r.yaml", *(f"--set={pair}" for pair in settings))
-    chat = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "preheat", "chat", "runs/small", "--json", "--tokens", "99000"],
         cwd=preheat.folder,
         env=preheat.environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert chat.stdin is not None
-    assert chat.stdout is not None
-    try:
-        assert "ready" in json.loads(chat.stdout.readline())
-        for _ in range(2):
-            chat.send_signal(signal.SIGINT)  # meant for an answer that has just ended
-            chat.stdin.write('{"message": "the"}\n')
-            chat.stdin.flush()
-            assert "text" in json.loads(chat.stdout.readline())
-            chat.send_signal(signal.SIGINT)
-            rest = iter(lambda: json.loads(chat.stdout.readline()), {"error": INTERRUPTED})
-            assert all("text" in record for record in rest)
-        chat.stdin.close()
-        assert chat.wait(60) == 0
-    finally:
-        chat.kill()
+    ) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        try:
+            assert "ready" in json.loads(chat.stdout.readline())
+            for _ in range(2):
+                chat.send_signal(signal.SIGINT)  # meant for an answer that has just ended
+                chat.stdin.write('{"message": "the"}\n')
+                chat.stdin.flush()
+                assert "text" in json.loads(chat.stdout.readline())
+                chat.send_signal(signal.SIGINT)
+                rest = iter(lambda: json.loads(chat.stdout.readline()), {"error": INTERRUPTED})
+                assert all("text" in record for record in rest)
+            chat.stdin.close()
+            assert chat.wait(60) == 0
+        finally:
+            chat.kill()

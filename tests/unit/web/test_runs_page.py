@@ -58,11 +58,14 @@ def list_names(page: str) -> list[str]:
     return re.findall(r'<a id="open-\w+" href="[^"]+">([^<]+)</a>', page)
 
 
-def test_a_run_that_is_newer_than_the_list_has_a_page(client: TestClient, runs: Path) -> None:
+@pytest.mark.parametrize("place", ["/runs/{}", "/chat?a={}"])
+def test_a_run_that_is_newer_than_the_list_has_its_pages(client: TestClient, runs: Path, place: str) -> None:
     assert set(list_names(client.get("/").text)) == set(LOSSES)
     write_run(runs / "d", 1.0)
     (entry,) = [entry for entry in Catalogue((runs,)).list_runs() if entry.name == "d"]
-    assert client.get(f"/runs/{entry.id}").status_code == 200
+    page = client.get(place.format(entry.id))
+    assert page.status_code == 200
+    assert entry.id in page.text
 
 
 def test_unknown_runs_are_searched_four_times_a_second_at_most(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
