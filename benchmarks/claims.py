@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="measure nothing; write claims.md from the stored figures")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
     today = datetime.date.today().isoformat()
     for part in [] if options.table else options.part:
         if part in LOSSES:

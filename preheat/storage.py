@@ -27,11 +27,24 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["RemoteFolder", "StorageError", "Unreachable", "digest_url", "download_source", "is_url", "require_scheme"]
+__all__ = [
+    "Missing",
+    "RemoteFolder",
+    "StorageError",
+    "Unreachable",
+    "digest_url",
+    "download_source",
+    "is_url",
+    "require_scheme",
+]
 
 
 class StorageError(RunError):
     """A remote folder cannot be used: it does not exist, or access is denied."""
+
+
+class Missing(StorageError):
+    """There is no such bucket or folder."""
 
 
 class Unreachable(StorageError):
@@ -167,7 +180,7 @@ class RemoteFolder:
         """Returns an error of the backend as ours."""
         reason = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
         if isinstance(error, FileNotFoundError):
-            return StorageError(f"{url}: does not exist ({reason}); create the bucket, or name another")
+            return Missing(f"{url}: does not exist ({reason}); create the bucket, or name another")
         if isinstance(error, PermissionError) or type(error).__name__ in _DENIED:
             return StorageError(f"{url}: access denied ({reason}); check {self._backend.credentials}")
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -232,7 +245,8 @@ class RemoteFolder:
         """Returns the names of the folders in this one, and of its objects with a tag that changes with the content.
 
         Raises:
-            StorageError: it does not exist.
+            Missing: it does not exist.
+            StorageError: no access or no link.
         """
         folders, files = [], {}
         with self._explained():

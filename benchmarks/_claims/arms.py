@@ -22,6 +22,7 @@ from pathlib import Path
 from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.files import to_json, write_atomic
+from preheat.hardware.child_processes import tie_to_parent
 
 __all__ = ["ARMS", "BASE", "SEEDS", "Arm", "ArmResult", "ArmRun", "load_arms", "measure_arms"]
 
@@ -300,7 +301,7 @@ def _train(recipe: Path, folder: Path, seed: int, lr: float, *, positions: bool)
 
 def _call_preheat(recipe: Path, out: Path, options: list[str]) -> dict[str, float]:
     command = [sys.executable, "-m", "preheat", "train", str(recipe), "--json", "--force", "--out", str(out), *options]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run(tie_to_parent(command), capture_output=True, text=True, check=False)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: {process.stderr.strip()}")
     return json.loads(process.stdout)

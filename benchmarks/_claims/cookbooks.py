@@ -15,6 +15,7 @@ from preheat.bench.compare import Contender, run_bench
 from preheat.core import Device
 from preheat.files import to_plain_data
 from preheat.hardware.catalogue import find_accelerator
+from preheat.hardware.child_processes import tie_to_parent
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -159,7 +160,7 @@ def _train(settings: list[str], out: Path | None = None) -> dict[str, Any]:
         command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", str(run)]
         for setting in ["evaluate={rows: 256}", "checkpoint={}", "sample={}", *settings]:
             command += ["--set", setting]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.run(tie_to_parent(command), capture_output=True, text=True, check=False)
         if process.returncode:
             raise SystemExit(process.stderr)
         plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from preheat.errors import RunError
 from preheat.files import compute_sha256, lock_file
 from preheat.run.layout import LABELS, PROFILE
 from preheat.run.remote_copy import MANIFEST, Manifest, download_file, period_of, read_manifest
-from preheat.storage import RemoteFolder, StorageError, Unreachable, digest_url
+from preheat.storage import Missing, RemoteFolder, StorageError, Unreachable, digest_url
 
 __all__ = ["RemoteRuns"]
 
@@ -154,9 +154,7 @@ class RemoteRuns:
                     raise StorageError(f"{self.url}: holds more than {_MOST_FOLDERS:,} folders; name one of them")
                 try:
                     folders, files = folder.list_folder()
-                except Unreachable:
-                    raise
-                except StorageError:
+                except Missing:
                     if not name:
                         raise
                     continue  # removed since its parent was listed
