@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from preheat.hardware.child_processes import tie_to_parent
+
 MODEL = "{family: llama, num_layers: 6, hidden_size: 288, num_heads: 6, intermediate_size: 768, tie_embeddings: true}"
 FAST = "{mixed_precision: {mode: bf16}, chunked_loss: {rows: 512}, efficient_attention: {}}"
 RECIPE = """name: m15
@@ -77,7 +79,7 @@ def run(recipe: Path, out: Path, more: list[str]) -> dict[str, Any]:
     """One training: tokens/s, peak memory, and the loss of the last step."""
     command = [sys.executable, "-m", "preheat", "train", str(recipe), "--out", str(out), "--json", *more]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        tie_to_parent(command), capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -92,7 +94,7 @@ def measure_overhead(folder: Path, turns: int) -> list[dict[str, float]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--work", str(folder), "--turns", str(turns)],
+        tie_to_parent([*command, "--work", str(folder), "--turns", str(turns)]),
         env=environment,
         check=False,
         capture_output=True,
