@@ -9,11 +9,8 @@ __all__ = [
     "escape_control_characters",
     "has_secret",
     "mask_secrets",
-    "format_memory",
-    "format_percent",
     "quote_value",
     "shorten",
-    "format_three_digits",
 ]
 
 # Unsafe in a page or a terminal: control characters, direction overrides (they reorder the text behind them), and
@@ -64,36 +61,6 @@ def escape_control_characters(text: Any) -> str:
         return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
     return _CONTROLS.sub(make_visible, str(text).replace("\r\n", "\n"))
-
-
-def format_memory(gib: float) -> str:
-    """Returns an amount of memory in GiB, or below 1 GiB in MiB.
-
-    Example:
-        >>> format_memory(1.5), format_memory(0.25)
-        ('1.50 GiB', '256 MiB')
-    """
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
-
-
-def format_percent(share: float) -> str:
-    """Returns a fraction as a percentage.
-
-    Example:
-        >>> format_percent(0.344)
-        '34 %'
-    """
-    return f"{share * 100:.0f} %"
-
-
-def format_three_digits(value: float) -> str:
-    """Returns a number with three significant digits, without an exponent from 0.0001 on.
-
-    Example:
-        >>> format_three_digits(1329.5), format_three_digits(4.567)
-        ('1,330', '4.57')
-    """
-    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def shorten(text: str, limit: int = 80) -> str:

@@ -25,13 +25,13 @@ from preheat.core.bench import (
     profile_folder,
 )
 from preheat.core.plan import Plan
+from preheat.core.units import format_memory, format_percent
 from preheat.errors import RecipeError, RunError
 from preheat.files import to_json, write_atomic
 from preheat.hardware.child_processes import describe_exit, tie_to_parent
 from preheat.planning.search.result import describe_shortfall
 from preheat.recipe import Recipe
 from preheat.run.layout import MEMORY_KEYS, claim_folder
-from preheat.sanitize import format_memory, format_percent
 
 __all__ = [
     "Contender",
@@ -385,7 +385,7 @@ def _describe_verdict(
         text = f"{name}: {change}; {space if not small else 'no difference in memory seen'}"
     slower = noise is False and speed < 1
     if slower and freed > 0 and not small:
-        text += f": not needed here, {available - without:.1f} GiB are free without it"
+        text += f": not needed here, {format_memory(available - without)} are free without it"
     elif slower:
         text += ": leave it out here"
     elif noise and (small or freed < 0):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from preheat.core import MachineUse
 from preheat.core.plan import Plan
-from preheat.sanitize import format_percent, format_three_digits
+from preheat.core.units import format_percent, format_three_digits
 
 __all__ = ["NOISE", "describe_slow_bf16", "explain_slowdown", "note_busy_machine"]
 

@@ -23,6 +23,7 @@ from typing import IO, Literal, TypeVar
 
 from preheat.bench.messages import Ending, Generation, InferenceJob, OpenedModel, encode
 from preheat.core.bench import InferenceMachine, InferenceModel, InferenceResult, InferenceRow, Spread
+from preheat.core.units import format_bytes
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.files import read_record, to_json, write_atomic
 from preheat.hardware.child_processes import describe_exit, last_error_line, tie_to_parent
@@ -220,8 +221,8 @@ def _require_room(models: Mapping[str, OpenedModel], cells: Sequence[tuple[int, 
             if (needed := weights + cache + logits) > memory:
                 raise DoesNotFit(
                     f"--batches {rows}: with prompts of {length} tokens the cache of {name} needs "
-                    f"{cache / 2**30:.2f} GiB on top of {weights / 2**30:.2f} GiB of weights, {needed / 2**30:.2f} "
-                    f"GiB in all, and {model.device_name} has {memory / 2**30:.2f} GiB; use fewer sequences or "
+                    f"{format_bytes(cache)} on top of {format_bytes(weights)} of weights, {format_bytes(needed)} "
+                    f"in all, and {model.device_name} has {format_bytes(memory)}; use fewer sequences or "
                     "sample.cache=int8"
                 )
 

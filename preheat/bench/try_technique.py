@@ -21,9 +21,9 @@ from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
 from preheat.core.bench import MeasuredTrialRow, TrialBatch, TrialResult, TrialRow
 from preheat.core.plan import Plan
+from preheat.core.units import format_memory, format_percent
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
-from preheat.sanitize import format_memory, format_percent
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "run_trial"]
 
@@ -243,9 +243,8 @@ def _check_plan(group: _Group) -> None:
             continue
         group.plans.append(planned)
         if not planned.fits:
-            c.failed = (
-                f"needs {planned.peak_gib:.1f} GiB, more than the {planned.available_gib:.1f} GiB that a trial may use"
-            )
+            needed, room = format_memory(planned.peak_gib), format_memory(planned.available_gib)
+            c.failed = f"needs {needed}, more than the {room} that a trial may use"
 
 
 def _count_steps(group: _Group, left: float) -> int:
@@ -339,7 +338,7 @@ def _describe_change(row: TrialRow, rows: Sequence[TrialRow], plans: Mapping[str
         return f"{name} was not run: {row.not_run}"
     if not isinstance(base, MeasuredTrialRow):
         return (
-            f"{name}: {row.tokens_per_second:,.0f} tokens/s in {row.peak_gib:.2f} GiB; without it "
+            f"{name}: {row.tokens_per_second:,.0f} tokens/s in {format_memory(row.peak_gib)}; without it "
             f"nothing runs: {base.not_run}"
         )
     speed, freed = row.tokens_per_second / base.tokens_per_second, base.peak_gib - row.peak_gib
@@ -461,7 +460,7 @@ def _run_zero(wish: TrialOptions, plain: Recipe, left: float, say: Callable[[str
     why = ""
     if one.peak_gib * PROCESSES * GIB > MEMORY:
         why = (
-            f"{PROCESSES} processes need {one.peak_gib * PROCESSES:.1f} GiB, more than the "
+            f"{PROCESSES} processes need {format_memory(one.peak_gib * PROCESSES)}, more than the "
             f"{MEMORY / GIB:.0f} GiB that a trial may use"
         )
     elif steps < 2:
@@ -487,7 +486,7 @@ def _build_zero_row(name: str, against: str, processes: list[ZeroTurn] | str, co
     if isinstance(processes, str):
         return TrialRow(name=name, against=against, predicted=None, not_run=processes, changes={})
     first = processes[0]
-    states = [f"{p.optimizer_gib * 1024:,.1f} MiB of states on process {rank}" for rank, p in enumerate(processes)]
+    states = [f"{format_memory(p.optimizer_gib)} of states on process {rank}" for rank, p in enumerate(processes)]
     return MeasuredTrialRow(
         name=name,
         against=against,

@@ -128,10 +128,7 @@ def _build_table(result: InferenceResult, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 
-    from preheat.cli.views.console import format_rate
-
-    def format_size(count: float) -> str:
-        return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
+    from preheat.core.units import format_bytes, format_rate
 
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")  # fold names so that numbers are not cut
@@ -146,13 +143,13 @@ def _build_table(result: InferenceResult, wide: bool) -> Table:
             f"{first.value * 1e3:,.1f} ms",
             format_rate(speed.value),
             f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
-            format_size(row.cache_bytes),
+            format_bytes(row.cache_bytes),
             *(
                 (
                     f"{format_rate(speed.low)} to {format_rate(speed.high)}",
                     format_rate(row.prefill_tokens_per_second.value),
                     f"{row.tokens_per_pass:.2f}",
-                    format_size(row.cache_predicted_bytes),
+                    format_bytes(row.cache_predicted_bytes),
                     f"{row.same_text:.0%}",
                 )
                 if wide

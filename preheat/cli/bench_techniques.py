@@ -89,9 +89,8 @@ def _build_table(result: BenchResult, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
-    from preheat.cli.views.console import format_rate
+    from preheat.core.units import format_memory, format_rate
     from preheat.report.bench_page import format_ratio_range
-    from preheat.sanitize import format_memory
 
     table = Table(box=None, pad_edge=False)
     table.add_column("contender", no_wrap=True)

@@ -69,7 +69,7 @@ def calibrate(
 def _build_table(rates: Rates) -> Table:
     from rich.table import Table
 
-    from preheat.cli.views.console import format_gflops
+    from preheat.core.units import format_gflops
 
     table = Table(
         title=f"{rates.hardware}, {rates.threads} threads, torch {rates.torch}, measured in {rates.seconds:.0f} s"

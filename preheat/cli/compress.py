@@ -11,6 +11,7 @@ import typer
 
 from preheat.cli.options.remote_folder import find_local_folder
 from preheat.cli.views.console import Checkpoint, Json
+from preheat.core.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -209,7 +210,7 @@ def _show(result: CompressionResult | ImageResult, target: Path, *, json: bool) 
         for export in result.exports or ():
             screen.print(
                 (
-                    f"wrote {export.path} ({export.bytes / 2**20:.1f} MiB); its logits differ by at most "
+                    f"wrote {export.path} ({format_bytes(export.bytes)}); its logits differ by at most "
                     f"{export.max_logit_difference:.2g} (largest {export.largest_logit:.3g})"
                 ),
                 soft_wrap=True,

@@ -215,8 +215,7 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import format_rate
-    from preheat.sanitize import format_memory
+    from preheat.core.units import format_memory, format_rate
 
     failure = diagnosis["failure"]
     parts: list[RenderableType] = []

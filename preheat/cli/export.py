@@ -15,6 +15,7 @@ from preheat.cli.views.console import Base, Checkpoint, Json
 from preheat.cli.views.output import say
 from preheat.core.export import ExportResult
 from preheat.core.json_types import JsonObject
+from preheat.core.units import format_bytes
 from preheat.errors import RecipeError, RunError
 from preheat.storage import StorageError, is_url, require_scheme
 
@@ -206,7 +207,7 @@ def _show_push(sent: Push) -> None:
     from preheat.cli.views.console import build_console
 
     kind = "private" if sent.private else "public" if sent.url else "not private"
-    size = f"{len(sent.files)} files, {sent.bytes / 2**20:.1f} MiB"
+    size = f"{len(sent.files)} files, {format_bytes(sent.bytes)}"
     if sent.url is None:
         build_console().print(
             f"would push to {sent.repository} ({kind}; {size}), with the card {sent.card}: {sent.message}",
@@ -226,7 +227,7 @@ def _show(result: ExportResult) -> None:
     what = result.dtype or f"{result.adapted} maps' adapters, for {result.base}"
     what += f", {result.merged} adapters merged" if result.merged else ""
     build_console().print(
-        f"wrote {result.path} ({result.bytes / 2**20:.1f} MiB; {what}); read back by {result.read_by}, its logits "
+        f"wrote {result.path} ({format_bytes(result.bytes)}; {what}); read back by {result.read_by}, its logits "
         f"differ by at most {result.max_logit_difference:.2g} over {result.tokens} tokens "
         f"(largest logit {result.largest_logit:.3g}; accepted: {result.tolerance:g} times that), by "
         f"{result.mean_logit_difference:.2g} in the mean; "

@@ -126,7 +126,8 @@ def _choose_backend(nproc: int | None) -> str:
 def _build_renderables(result: NettestResult) -> list[RenderableType]:
     from rich.table import Table
 
-    from preheat.report.nettest_page import compare_with_expected, format_seconds, format_size
+    from preheat.core.units import format_bytes, format_duration
+    from preheat.report.nettest_page import compare_with_expected
 
     hosts = f"{result.hosts} hosts" if result.hosts > 1 else "one host"
     table = Table(
@@ -149,9 +150,9 @@ def _build_renderables(result: NettestResult) -> list[RenderableType]:
         if name and shown:
             table.add_section()
         shown = row.collective
-        between = f"{format_seconds(row.low)} to {format_seconds(row.high)}"
+        between = f"{format_duration(row.low)} to {format_duration(row.high)}"
         rates = [f"{rate / 1e9:.3g}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth)]
-        table.add_row(name, format_size(row.bytes), format_seconds(row.seconds), between, *rates)
+        table.add_row(name, format_bytes(row.bytes), format_duration(row.seconds), between, *rates)
     parts: list[RenderableType] = [table]
     if result.pairs:
         pairs = Table(title="point to point, half of there and back", title_justify="left")
@@ -166,7 +167,7 @@ def _build_renderables(result: NettestResult) -> list[RenderableType]:
         for pair in result.pairs:
             ranks = " and ".join(map(str, pair.ranks))
             rate = f"{pair.bandwidth / 1e9:.3g}"
-            pairs.add_row(pair.kind, ranks, ", ".join(pair.hosts), format_seconds(pair.latency), rate)
+            pairs.add_row(pair.kind, ranks, ", ".join(pair.hosts), format_duration(pair.latency), rate)
         parts.append(pairs)
     # An upper end beyond twice the median points to other work on the machine.
     busy = sum(row.high > 2 * row.seconds for row in result.rows)

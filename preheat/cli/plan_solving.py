@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.cli.views.output import print_progress
 from preheat.core.plan import LargestValue, Plan
+from preheat.core.units import format_memory
 from preheat.errors import DoesNotFit, RecipeError, suggest_nearest
 from preheat.interop.keys import Entry, iterate_entries
 from preheat.recipe.differences import flatten_leaves, list_overrides
-from preheat.sanitize import format_memory, quote_value, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.cli.options.subject import Subject

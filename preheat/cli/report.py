@@ -73,7 +73,7 @@ def _build_table(usage: FolderUsage) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.sanitize import format_three_digits
+    from preheat.core.units import format_three_digits
 
     def show(value: float | None, unit: str = "") -> str:
         return "-" if value is None else f"{format_three_digits(value)}{unit}"

@@ -286,7 +286,7 @@ def _predict(recipe: Recipe, model: Path, length: int, prompt: str) -> JsonObjec
 
 
 def _describe(figures: JsonObject, label: str, *, of_process: bool) -> str:
-    from preheat.sanitize import format_memory
+    from preheat.core.units import format_memory
 
     memory = (
         f"{format_memory(figures['process_gib'])} in the server's process"

@@ -196,8 +196,7 @@ def _build_summary(result: JsonObject) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    from preheat.cli.views.console import format_rate
-    from preheat.sanitize import format_memory
+    from preheat.core.units import format_memory, format_rate
 
     table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
     shown = (
@@ -245,7 +244,7 @@ def _build_summary(result: JsonObject) -> Group:
 
 def _build_usage_rows(result: JsonObject) -> list[tuple[str, str, str, str]]:
     """Returns the rows of a run's energy and cost. Their predictions are of the whole run: only its end is compared."""
-    from preheat.sanitize import format_three_digits
+    from preheat.core.units import format_three_digits
 
     rows = []
     for label, key in (

@@ -82,8 +82,8 @@ def try_(
     from contextlib import nullcontext
 
     from preheat.bench.try_technique import TrialOptions, run_trial
-    from preheat.cli.views.console import build_console, emit, format_rate
-    from preheat.sanitize import format_memory
+    from preheat.cli.views.console import build_console, emit
+    from preheat.core.units import format_memory, format_rate
 
     # Both spellings are accepted, as for the options.
     names = technique.replace("-", "_")
@@ -134,9 +134,8 @@ def try_(
 def _build_table(result: TrialResult) -> Table:
     from rich.table import Table
 
-    from preheat.cli.views.console import format_rate
     from preheat.core.bench import MeasuredTrialRow
-    from preheat.sanitize import format_memory
+    from preheat.core.units import format_memory, format_rate
 
     zero = any(isinstance(row, MeasuredTrialRow) and row.optimizer_gib is not None for row in result.rows)
     titles = ["contender", "tokens/s", "times", "peak", "loss", "cosine", *(["states"] if zero else []), "on a GPU"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.views.output import say
+from preheat.core.units import format_bytes
 
 if TYPE_CHECKING:
     from preheat.run.remote_copy import RemoteCopy
@@ -52,7 +53,7 @@ def upload(
     if json:
         say(to_json({"folder": str(folder), "url": copy.url, "bytes": sent}))
     else:
-        say(f"{copy.url}: sent {sent / 2**20:,.1f} MiB; it now holds all of {folder}")
+        say(f"{copy.url}: sent {format_bytes(sent)}; it now holds all of {folder}")
 
 
 def _follow(copy: RemoteCopy) -> None:

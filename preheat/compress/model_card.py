@@ -15,9 +15,9 @@ from preheat.compress.atomic_folder import choose_home
 from preheat.compress.export import hub
 from preheat.compress.front_matter import build_front_matter
 from preheat.core.run_records import Results
+from preheat.core.units import format_memory, format_three_digits
 from preheat.recipe.paths import shorten_paths
 from preheat.run.reader import Reader
-from preheat.sanitize import format_memory, format_three_digits
 
 if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts

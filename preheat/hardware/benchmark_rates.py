@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.cache_folder import require_storable
 from preheat.core import Device, MachineUse
+from preheat.core.units import format_memory
 from preheat.errors import DoesNotFit, RunError
 from preheat.hardware.child_processes import describe_exit, last_error_line, tie_to_parent
 from preheat.hardware.cpu_allocator import install_heap
@@ -46,7 +47,6 @@ from preheat.hardware.rates import (
 )
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.hardware.timing import Random, Stopwatch, limit_threads
-from preheat.sanitize import format_memory
 
 if TYPE_CHECKING:
     import torch

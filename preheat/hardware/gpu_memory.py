@@ -11,11 +11,11 @@ import os
 from dataclasses import dataclass
 
 from preheat.core import Device
+from preheat.core.units import format_memory
 from preheat.errors import DoesNotFit
 from preheat.hardware.cuda_driver import is_slice
 from preheat.hardware.oom import is_oom
 from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
-from preheat.sanitize import format_memory
 
 __all__ = [
     "CONTEXT",

@@ -98,8 +98,8 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
     if device != "cpu":
         import torch
 
+        from preheat.core.units import format_memory as memory_text
         from preheat.hardware.cuda_driver import driver_version, has_cuda, is_slice, why_no_cuda
-        from preheat.sanitize import format_memory as memory_text
 
         if has_cuda():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from preheat.core import Phase
+from preheat.core.units import format_memory
 from preheat.planning.fallback_ladder import Fallback, PlannedFallback, find_fallbacks, halve_length
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
-from preheat.sanitize import format_memory
 
 __all__ = ["Advice", "find_changes", "spell_changes"]
 

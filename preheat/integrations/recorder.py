@@ -27,6 +27,7 @@ from preheat.core.run_records import (
     Started,
     StepMetrics,
 )
+from preheat.core.units import format_memory
 from preheat.errors import DoesNotFit
 from preheat.files import to_plain_data
 from preheat.hardware.catalogue import resolve_accelerator
@@ -45,7 +46,7 @@ from preheat.planning.request import Request
 from preheat.planning.search.result import describe_shortfall
 from preheat.recipe.paths import anchor_paths
 from preheat.run.writer import Silent, Writer
-from preheat.sanitize import format_memory, shorten
+from preheat.sanitize import shorten
 from preheat.training.observer import Watch
 from preheat.training.provenance import record_environment
 from preheat.training.system_monitor import SystemMonitor

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from preheat.core.run_records import MicroBatchSize
+from preheat.core.units import format_memory
 from preheat.errors import PreheatError, RecipeError
 from preheat.hardware.cpp_build import find_compiler
 from preheat.hardware.cpu_allocator import install_heap, release_unused
@@ -27,7 +28,7 @@ from preheat.integrations.loop_memory import TILE
 from preheat.integrations.micro_batch import find_largest_micro_batch, is_preference, split_micro_batch
 from preheat.integrations.recorder import count_tensor_bytes, predict_loop, preserve_generators
 from preheat.models import hf
-from preheat.sanitize import format_memory, quote_value
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -23,6 +23,7 @@ from preheat.core.plan import (
     Startup,
     Timeline,
 )
+from preheat.core.units import format_memory, format_percent
 from preheat.hardware.rates import Rates
 from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
@@ -32,7 +33,6 @@ from preheat.planning.search.candidates import describe_techniques
 from preheat.planning.search.cost_model import estimate_seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
-from preheat.sanitize import format_memory, format_percent
 
 __all__ = ["add_cost", "build_figures", "estimate_cost", "estimate_energy", "explain"]
 

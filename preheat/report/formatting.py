@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from preheat.core import units
 from preheat.core.json_types import JsonObject
 from preheat.core.run_records import Estimate
 from preheat.sanitize import escape_control_characters, shorten
@@ -121,16 +122,11 @@ def count(value: object) -> str:
 
 
 def format_gib(value: object) -> str:
-    """1.0512 -> '1.05 GiB'; below 1 GiB in MiB, below 0.005 MiB 0."""
+    """1.0512 -> '1.05 GiB'; below 1 GiB in MiB."""
     finite = read_number(value)
     if finite is None:
         return MISSING
-    # 0.9995 GiB would read 1024 MiB.
-    if abs(finite) < 0.9995:
-        small = abs(finite * 1024)
-        digits = 0 if small >= 99.95 else 1 if small >= 9.995 else 2
-        return "0 MiB" if small < 0.005 else _format_sign(f"{finite * 1024:.{digits}f} MiB")
-    return f"{_format_decimals(finite, 2 if abs(finite) < 100 else 0)} GiB"
+    return _format_sign(units.format_memory(finite) if abs(finite) < 1e15 else f"{finite:.3g} GiB")
 
 
 def choose_unit(sizes: Sequence[object]) -> tuple[str, float]:
@@ -182,7 +178,7 @@ def format_change(value: float, total: float) -> str:
 def format_percent(value: object, digits: int = 0) -> str:
     """0.444 -> '44 %'."""
     finite = read_number(value)
-    return MISSING if finite is None else f"{_format_decimals(100 * finite, digits)} %"
+    return MISSING if finite is None else _format_sign(units.format_percent(finite, digits))
 
 
 def format_interval(estimate: Estimate | None, *, signed: bool = False) -> str:
@@ -226,15 +222,7 @@ def format_duration(seconds: object) -> str:
     finite = read_number(seconds)
     if finite is None:
         return MISSING
-    if finite < 9.95:
-        return _format_sign(f"{finite:.1f} s")
-    if finite >= 1e10:
-        return f"{finite / 86400:.3g} d"
-    rounded = round(finite)
-    parts = [(rounded // 86400, "d"), (rounded // 3600 % 24, "h"), (rounded // 60 % 60, "min"), (rounded % 60, "s")]
-    # The largest unit that is not 0; the next one follows it, and smaller ones are dropped.
-    first = next((i for i, (n, _) in enumerate(parts) if n), len(parts) - 1)
-    return " ".join(f"{n} {unit}" for n, unit in parts[first : first + 2] if n)
+    return _format_sign(units.format_duration(finite))
 
 
 def format_clock(seconds: object) -> str:

@@ -9,36 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from preheat.core.nettest import CollectiveRow, NettestResult
+from preheat.core.units import format_bytes, format_duration
 from preheat.report import page, svg
 from preheat.report.formatting import escape
 from preheat.report.page import LegendEntry, cell, number_cell, series_colour
 from preheat.report.svg import Curve
 
-__all__ = ["compare_with_expected", "format_seconds", "format_size", "write_net"]
-
-
-def format_seconds(value: float) -> str:
-    """Returns seconds with three digits and an SI unit.
-
-    >>> format_seconds(2.5e-5), format_seconds(0.0123), format_seconds(2.0)
-    ('25 µs', '12.3 ms', '2 s')
-    """
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def format_size(value: float) -> str:
-    """Returns bytes with three digits and a binary unit.
-
-    >>> format_size(1024), format_size(1536), format_size(64 * 2**20)
-    ('1 KiB', '1.5 KiB', '64 MiB')
-    """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f} B"
+__all__ = ["compare_with_expected", "write_net"]
 
 
 def compare_with_expected(result: NettestResult) -> str:
@@ -106,7 +83,7 @@ def _render_times(by_collective: Mapping[str, Sequence[CollectiveRow]]) -> str:
 
 
 def _draw_figure(name: str, title: str, caption: str, lines: Sequence[Curve], collectives: Iterable[str]) -> str:
-    drawing = svg.draw_by_size(name, lines, f"{title}. {caption}", format=format_size)
+    drawing = svg.draw_by_size(name, lines, f"{title}. {caption}", format=format_bytes)
     legend = [LegendEntry(key.replace("_", "-"), series_colour(n)) for n, key in enumerate(collectives)]
     return page.figure(title, caption, drawing, legend)
 
@@ -119,7 +96,7 @@ def _render_pairs(result: NettestResult) -> str:
             pair.kind,
             cell(f"{pair.ranks[0]} and {pair.ranks[1]}"),
             cell(escape(", ".join(pair.hosts))),
-            number_cell(format_seconds(pair.latency)),
+            number_cell(format_duration(pair.latency)),
             number_cell(f"{pair.bandwidth / 1e9:.3g}"),
         )
         for pair in result.pairs
@@ -133,9 +110,9 @@ def _render_rows(result: NettestResult) -> str:
     rows = (
         page.named_row(
             row.collective.replace("_", "-"),
-            number_cell(format_size(row.bytes)),
-            number_cell(format_seconds(row.seconds)),
-            number_cell(f"{format_seconds(row.low)} to {format_seconds(row.high)}"),
+            number_cell(format_bytes(row.bytes)),
+            number_cell(format_duration(row.seconds)),
+            number_cell(f"{format_duration(row.low)} to {format_duration(row.high)}"),
             number_cell(f"{row.algorithm_bandwidth / 1e9:.3g}"),
             number_cell(f"{row.bus_bandwidth / 1e9:.3g}"),
         )

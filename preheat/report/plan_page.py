@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from preheat.core.plan import Candidate, Interval, Plan, PlanFigures, Verdict
+from preheat.core.units import format_three_digits
 from preheat.report import page, plan_charts, svg
 from preheat.report.formatting import (
     LONG,
@@ -26,7 +27,6 @@ from preheat.report.formatting import (
 )
 from preheat.report.page import cell, number_cell, text_cell
 from preheat.report.run_charts import CATEGORY_COLOURS
-from preheat.sanitize import format_three_digits
 
 __all__ = ["PlanTexts", "write_plan"]
 

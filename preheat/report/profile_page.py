@@ -12,7 +12,6 @@ from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, write_atomic
 from preheat.report import page
 from preheat.report.formatting import (
-    MISSING,
     escape,
     format_duration,
     format_gib,
@@ -102,22 +101,12 @@ def _tiles(profile: StepProfile) -> str:
     bound = profile.launch_bound
     return page.tiles(
         [
-            ("A step", _time(profile.seconds), f"planned {_time(profile.seconds_planned)}"),
-            ("Without the profiler", _time(profile.seconds_unprofiled), "a step before it began"),
+            ("A step", format_duration(profile.seconds), f"planned {format_duration(profile.seconds_planned)}"),
+            ("Without the profiler", format_duration(profile.seconds_unprofiled), "a step before it began"),
             ("Waiting for data", format_percent(profile.waiting_for_data, 1), "of the step"),
             ("Bound by launches", format_percent(bound), "of the step the GPU idles while the host launches"),
         ]
     )
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return MISSING
-    return format_duration(seconds) if seconds >= 10 else _exact(seconds)
-
-
-def _exact(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.{1 if seconds >= 1e-3 else 3}f} ms"
 
 
 # --- phases and kinds
@@ -146,15 +135,17 @@ def _parts(name: str, parts: Sequence[Part], what: str, note: str) -> str:
     rows = (
         page.named_row(
             part.name,
-            number_cell(_exact(part.seconds), format_percent(part.share, 1)),
-            number_cell(_UNPLANNED) if part.planned is None else number_cell(_exact(part.planned), _difference(part)),
+            number_cell(format_duration(part.seconds), format_percent(part.share, 1)),
+            number_cell(_UNPLANNED)
+            if part.planned is None
+            else number_cell(format_duration(part.planned), _difference(part)),
         )
         for part in parts
     )
     table = page.table((what, "a step, and its share", "planned, and the difference"), rows)
     legend = [LegendEntry("measured", "series-1")]
     legend += [LegendEntry("planned", "series-6")] if any(part.planned is not None for part in parts) else []
-    alt = ", ".join(f"{part.name} {_exact(part.seconds)}" for part in parts)
+    alt = ", ".join(f"{part.name} {format_duration(part.seconds)}" for part in parts)
 
     def bars(name: str, size: tuple[float, float]) -> str:
         return render_plot(name, size, f"Time of a step: {alt}", lambda axes: _bars(axes, parts))
@@ -169,7 +160,7 @@ def _difference(part: Part) -> str:
     assert part.planned is not None
     more = part.seconds - part.planned
     sign = "+" if more > 0 else "\u2212"
-    return f"{sign}{_exact(abs(more))}"
+    return f"{sign}{format_duration(abs(more))}"
 
 
 def _bars(axes: Axes, parts: Sequence[Part]) -> None:
@@ -195,7 +186,7 @@ def _operators(profile: StepProfile) -> str:
         page.row(
             text_cell(row.name, row.kind),
             number_cell(format_grouped(row.calls, 0 if row.calls >= 10 or row.calls == int(row.calls) else 1)),
-            number_cell(_exact(row.seconds)),
+            number_cell(format_duration(row.seconds)),
             number_cell(format_percent(row.share, 1)),
         )
         for row in profile.operators
@@ -215,7 +206,7 @@ def _transfers(profile: StepProfile) -> str:
             cell(escape(row.direction)),
             number_cell(format_grouped(row.copies)),
             number_cell(format_gib(row.bytes / 2**30)),
-            number_cell(_exact(row.seconds)),
+            number_cell(format_duration(row.seconds)),
         )
         for row in profile.transfers
     )
@@ -248,5 +239,6 @@ def _basis(profile: StepProfile) -> str:
     text = f"{steps} {verb} profiled on {profile.device}, rank {profile.rank}{ranks}, with torch's profiler."
     before = profile.seconds_unprofiled
     if before:
-        text += f" A step took {_exact(profile.seconds)} with it and {_exact(before)} before: it slows mostly the host."
+        times = f"{format_duration(profile.seconds)} with it and {format_duration(before)} before"
+        text += f" A step took {times}: it slows mostly the host."
     return page.small(text)

@@ -25,6 +25,7 @@ from preheat.core.run_records import (
     Unsaved,
 )
 from preheat.core.slots import Change
+from preheat.core.units import format_three_digits
 from preheat.errors import RunError
 from preheat.files import require_overwritable, to_json, to_plain_data, write_atomic
 from preheat.report import page, run_charts
@@ -52,7 +53,6 @@ from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_c
 from preheat.report.profile_page import write_profile
 from preheat.report.report_data import RunFigures, collect
 from preheat.run.layout import MARK, PROFILE
-from preheat.sanitize import format_three_digits
 
 __all__ = [
     "describe_event",
@@ -491,12 +491,7 @@ _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
     "loss": ("loss", format_loss),
     "mfu": ("model FLOPs utilisation", format_percent),
     "peak_gib": ("peak memory", format_gib),
-    "seconds": (
-        "took",
-        lambda recorded: (
-            f"{format_value(recorded)} s" if (read_number(recorded) or 9) < 1 else format_duration(recorded)
-        ),
-    ),
+    "seconds": ("took", format_duration),
     "seconds_per_step": ("seconds a step", _format_range),
     "rows": ("rows", _format_range),
     "machine": ("machine:", _format_load),

@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import TextIO
 
 from preheat.cache_folder import cache_folder, make_private
+from preheat.core.units import format_bytes
 from preheat.errors import RunError
 from preheat.files import compute_sha256, parse_json, read_bytes, read_record, to_json, to_plain_data, write_atomic
 from preheat.run.layout import abbreviate, read_mark
@@ -294,7 +295,7 @@ class RemoteCopy:
         if self._is_current(manifest):
             return
         size = sum(file.bytes for file in manifest.files.values())
-        say(f"{self.url}: downloading {len(manifest.files)} files ({size / 2**20:,.1f} MiB) into {self.folder}")
+        say(f"{self.url}: downloading {len(manifest.files)} files ({format_bytes(size)}) into {self.folder}")
         partial = self.folder.with_name(f"{self.folder.name}.writing")
         shutil.rmtree(partial, ignore_errors=True)
         try:

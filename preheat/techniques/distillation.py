@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Batch, Build, Change, Context, LossSum, Numerics, Order, Slot, Stage, Tag, Technique, Trials
 from preheat.core.run_records import Notice
+from preheat.core.units import format_bytes
 from preheat.errors import PreheatError, RunError
 from preheat.recipe import Bound, Fraction, NonNegative, Positive
 
@@ -470,9 +471,9 @@ class _TeacherCache:
         self.rows.fill(
             rows, missing, lambda batch: self._find_top_tokens(teacher, batch), micro=micro, progress=progress
         )
-        size = len(missing) * length * self.bytes / 2**20
+        size = len(missing) * length * self.bytes
         build.state.events.append(
-            Notice(message=f"the teacher read {len(missing):,} sequences: {size:,.1f} MiB in {self.folder}")
+            Notice(message=f"the teacher read {len(missing):,} sequences: {format_bytes(size)} in {self.folder}")
         )
 
     def once(self, batch: Batch) -> None:

@@ -18,7 +18,7 @@ from preheat.core import MachineUse, Phase
 from preheat.core.operator_kinds import OperatorKind, is_score_shaped, kind_of
 from preheat.core.plan import StepSeconds
 from preheat.core.step_profile import Finding, OperatorTime, Part, StepProfile, Transfer
-from preheat.sanitize import format_percent
+from preheat.core.units import format_duration, format_percent
 
 __all__ = ["STEP_MARK", "Measured", "Setting", "TraceEvent", "figures_of", "phase_mark"]
 
@@ -495,11 +495,8 @@ def _planned(part: Part, profile: StepProfile) -> str:
     if part.planned is None:
         return ""
     share = part.planned / sum(kind.planned or 0.0 for kind in profile.kinds)
-    return f", planned {format_percent(share)} ({_time(part.seconds)} instead of {_time(part.planned)})"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    times = f"{format_duration(part.seconds)} instead of {format_duration(part.planned)}"
+    return f", planned {format_percent(share)} ({times})"
 
 
 def _slowed(profile: StepProfile) -> float:

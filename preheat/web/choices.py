@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from preheat.core.units import format_memory
 from preheat.report.formatting import count
-from preheat.sanitize import format_memory
 from preheat.web.forms import Choice
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from preheat.core.plan import Candidate, PlanFigures, Verdict
+from preheat.core.units import format_memory
 from preheat.errors import PreheatError, RecipeError
 from preheat.files import parse_json, read_bytes, read_record, to_json
-from preheat.sanitize import format_memory, quote_value
+from preheat.sanitize import quote_value
 from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
 from preheat.web.job_routes import build_job_routes

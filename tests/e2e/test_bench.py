@@ -65,7 +65,7 @@ def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
         ),
     ]
     words = said(rows, "slow", "fast", "idle", "small", "needed")
-    assert words["slow"] == "slow costs 23 % speed and frees 3.00 GiB: not needed here, 9.0 GiB are free without it"
+    assert words["slow"] == "slow costs 23 % speed and frees 3.00 GiB: not needed here, 9.00 GiB are free without it"
     assert words["fast"] == "fast gives 100 % speed; memory stays as it is"
     assert words["idle"] == "idle: no difference in speed seen; no difference in memory seen: nothing gained here"
     assert words["small"] == "small: no difference in speed seen; frees 2.00 GiB"

@@ -149,9 +149,8 @@ class Watched:
         }
 
     def summary(self) -> str:
-        from preheat.cli.views.console import format_rate
+        from preheat.core.units import format_memory, format_rate
         from preheat.hardware.gpu_memory import read_memory_peak
-        from preheat.sanitize import format_memory
 
         speed, peak = format_rate(self.tokens / self.seconds), read_memory_peak(self.kind).total / 2**30
         return (

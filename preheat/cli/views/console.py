@@ -12,10 +12,9 @@ import typer
 
 from preheat.cli.views.output import build_console, build_progress_bar, say
 from preheat.cli.views.plan_answer import Answer
-from preheat.cli.views.units import format_duration, format_gflops, format_rate
 from preheat.core.plan import Plan
+from preheat.core.units import format_duration, format_memory, format_rate
 from preheat.files import to_json
-from preheat.sanitize import format_memory
 from preheat.training.observer import Watch
 
 if TYPE_CHECKING:
@@ -37,11 +36,8 @@ __all__ = [
     "RecipeArgument",
     "Set",
     "build_console",
-    "format_duration",
     "emit",
-    "format_gflops",
     "build_answer",
-    "format_rate",
 ]
 
 RecipeArgument = Annotated[
@@ -197,7 +193,7 @@ class Live(Alarms):
             f"step {step:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
             f"{speed}  {format_memory(metrics['memory'] / 2**30)}"
             + (f"  {format_expert_load(metrics)}" if "expert_load" in metrics else "")
-            + (f"  {format_duration(left)} left" if left is not None else "")
+            + (f"  {format_duration(round(left))} left" if left is not None else "")
         )
         if self.screen.is_terminal:
             assert self._task is not None, "a stage has begun"

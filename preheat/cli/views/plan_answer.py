@@ -13,10 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from preheat.cli.views.units import format_duration, format_gflops, format_rate
 from preheat.core.mesh import DATA, Axis, sizes_of
 from preheat.core.plan import Alternative, Cost, Energy, Improvement, LargestValue, Plan, SpeedNow, Verdict
-from preheat.sanitize import escape_control_characters, format_memory, format_percent, format_three_digits, shorten
+from preheat.core.units import (
+    format_duration,
+    format_gflops,
+    format_memory,
+    format_percent,
+    format_rate,
+    format_three_digits,
+)
+from preheat.sanitize import escape_control_characters, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from preheat.cli.views.units import format_rate
 from preheat.core.json_types import JsonObject
 from preheat.core.plan import Plan, Rejection, Verdict
-from preheat.sanitize import format_memory, format_three_digits
+from preheat.core.units import format_bytes, format_memory, format_rate, format_three_digits
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -162,7 +161,7 @@ def build_serving(result: JsonObject) -> Group:
     idle = result["active_parameters"] < result["parameters"]
     active = f" ({result['active_parameters']:,} active)" if idle else ""
     row_state = result["state_bytes_per_row"]
-    state = f", a sequence {row_state / 2**20:,.1f} MiB of recurrent state" if row_state else ""
+    state = f", a sequence {format_bytes(row_state)} of recurrent state" if row_state else ""
     explained = (
         "fit: how many sequences fit. longest: tokens of the longest sequence that fits. prompt: time to the first "
         "token, by the FLOPs of the prompt. one, all: tokens/s of one sequence and of all that fit"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from preheat.core.finding import Finding, Fix, FixKind, Severity
+from preheat.core.units import format_memory
 from preheat.hardware.cuda_driver import cuda_of_driver, driver_version, has_gpu
 from preheat.hardware.system_metrics import open_nvml
-from preheat.sanitize import format_memory
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from preheat.core.finding import Finding, Fix, FixKind, Severity
+from preheat.core.units import format_memory
 from preheat.hardware.cpp_build import NO_COMPILER, compile_probe, find_compiler
 from preheat.hardware.probe import count_cores, read_cpu_quota, system_memory, total_memory
-from preheat.sanitize import format_memory, shorten
+from preheat.sanitize import shorten
 
 __all__ = [
     "check_compiler",

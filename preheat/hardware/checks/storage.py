@@ -13,8 +13,8 @@ from pathlib import Path
 
 from preheat.cache_folder import cache_folder, is_private
 from preheat.core.finding import Finding, Fix, FixKind, Severity
+from preheat.core.units import format_memory
 from preheat.hardware.connectivity import is_hub_reachable
-from preheat.sanitize import format_memory
 
 __all__ = ["Folder", "check_folder", "check_folders", "check_hub", "check_native_folder"]
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from preheat.core.finding import Finding, Fix, FixKind, Severity
+from preheat.core.units import format_memory
 from preheat.errors import RecipeError
 from preheat.hardware.checks.packages import is_installed
 from preheat.hardware.rates import Rates
-from preheat.sanitize import format_memory, shorten
+from preheat.sanitize import shorten
 
 __all__ = ["TorchCard", "TorchFacts", "check_torch", "describe_calibration", "describe_torch", "read_torch"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from preheat.core import Numerics
 from preheat.core.plan import Candidate, Plan
+from preheat.core.units import format_memory
 from preheat.hardware.gpu_memory import OTHERS
-from preheat.sanitize import format_memory
 
 if TYPE_CHECKING:  # the views import this module without torch
     from preheat.planning.search.candidates import Settings  # imports torch, which printing a stored plan does not need

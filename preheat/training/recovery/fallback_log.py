@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.core import Phase, run_records
 from preheat.core.run_records import Event, OutOfMemory
+from preheat.core.units import format_memory
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
 from preheat.files import parse_json, read_record, to_json, to_plain_data, write_atomic
@@ -165,17 +166,18 @@ def choose_fallback(request: Request, failure: OutOfMemory) -> tuple[Ladder | No
     # The failure proves that the present peak is too much, so a smaller recipe must be below it, too.
     limit = min(present.peak_gib, room or present.peak_gib, present.plan.available_gib)
     least = (
-        f"The smallest fallback needs {lowest.peak_gib:.2f} GiB ({lowest.description})"
+        f"The smallest fallback needs {format_memory(lowest.peak_gib)} ({lowest.description})"
         if lowest.set
         else "It has no fallback"
     )
     fits = halve_length(lowest.recipe, request, room=limit, phase=phase)
     way = (
-        f"another run with {fits.description} would need {fits.peak_gib:.2f} GiB"
+        f"another run with {fits.description} would need {format_memory(fits.peak_gib)}"
         if fits
         else "no shorter sequences would fit, only a smaller model"
     )
+    needed, has = format_memory(present.peak_gib), format_memory(limit)
     raise RunError(
-        f"out of memory in step {failure.step + 1} ({failure.phase}): the plan needs {present.peak_gib:.2f} GiB of "
-        f"{limit:.2f}. {least}; {way}. Or continue with --resume on a device with more memory"
+        f"out of memory in step {failure.step + 1} ({failure.phase}): the plan needs {needed} of {has}. {least}; "
+        f"{way}. Or continue with --resume on a device with more memory"
     )

@@ -488,8 +488,9 @@ def test_text_has_contrast_in_light_and_dark(mode):
 
 
 def test_numbers_in_words():
-    assert [formatting.format_duration(s) for s in (0.04, 59.6, 3725, 90061)] == [
-        "0.0 s",
+    assert [formatting.format_duration(s) for s in (0.04, 9.996, 59.6, 3725, 90061)] == [
+        "40 ms",
+        "10 s",
         "1 min",
         "1 h 2 min",
         "1 d 1 h",
@@ -497,7 +498,7 @@ def test_numbers_in_words():
     assert [formatting.format_gib(g) for g in (1.0512, 0.0334, 139.2, None)] == [
         "1.05 GiB",
         "34.2 MiB",
-        "139 GiB",
+        "139.2 GiB",
         "not recorded",
     ]
     assert [formatting.format_gib(g) for g in (-1.5e-05, 0.9, 0.99999, 2e15)] == [
