@@ -56,8 +56,9 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
+        path = scope["path"]
         self._strip_prefix(scope)
-        refusal = self._check(scope)
+        refusal = self._check(scope, path)
         if refusal is not None:
             await refusal(scope, receive, send_guarded)
             return
@@ -70,8 +71,12 @@ class Guard:
             scope["path"] = scope["path"].removeprefix(prefix) or "/"
             scope.pop("raw_path", None)
 
-    def _check(self, scope: Scope) -> Response | None:
-        """Returns the refusal of a request, or its redirection after the token in its URL; None: it may pass."""
+    def _check(self, scope: Scope, path: str) -> Response | None:
+        """Returns the refusal of a request, or its redirection after the token in its URL; None: it may pass.
+
+        Args:
+            path: as it came, perhaps with the prefix.
+        """
         headers, settings = Headers(scope=scope), self.settings
         host = headers.get("host", "")
         if _name_of(host) not in settings.hosts:
@@ -86,9 +91,10 @@ class Guard:
         if given is not None and scope["method"] == "GET" and _is_equal(given, settings.token):
             # Out of the address bar, where it would be copied and stay in the history.
             rest = urlencode([(key, value) for key, value in query if key != "token"])
-            # Slashes at the front would name another host.
-            path = f"{settings.prefix}/{scope['path'].lstrip('/')}"
-            redirect = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+            # Relative, because jupyter-server-proxy puts its prefix before absolute paths, and because a path with two
+            # slashes at its front would name another host.
+            target = f"./{path.rpartition('/')[2]}{'/' if path == settings.prefix else ''}"
+            redirect = RedirectResponse(target + (f"?{rest}" if rest else ""), 303)
             redirect.set_cookie(
                 settings.cookie, settings.token, httponly=True, samesite="strict", path=f"{settings.prefix}/"
             )

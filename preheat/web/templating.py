@@ -42,7 +42,7 @@ def _environment() -> Environment:
         ago=format_age,
         clock=format_clock,
         count=count,
-        duration=format_duration,
+        duration=_format_whole_seconds,
         gib=format_gib,
         grouped=format_grouped,
         loss=format_loss,
@@ -51,6 +51,11 @@ def _environment() -> Environment:
         signed_percent=format_signed_percent,
     )
     return environment
+
+
+def _format_whole_seconds(seconds: float) -> str:
+    """Returns a time that has passed or is left; fractions of a second would only flicker on a live page."""
+    return format_duration(round(seconds))
 
 
 def format_age(time_: float | None) -> str:
