@@ -7,6 +7,7 @@ cache, so that the next server knows that a training runs, which one, and how to
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import math
@@ -196,8 +197,8 @@ class Job:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        except OSError as error:  # no memory, or the folder is gone
-            self._finish(1, f"the command cannot be started ({error.strerror}); free memory and try again")
+        except OSError as error:
+            self._finish(1, _explain_failed_start(error))
             return
         with self._changed:
             self._process = process
@@ -630,7 +631,12 @@ class Jobs:
         try:
             training.log.parent.mkdir(parents=True, exist_ok=True)
             # x: a file or link that appeared since the run was queued is not written to.
-            with training.log.open("xb") as log:
+            log = training.log.open("xb")
+        except OSError as error:
+            self._end(training, JobState.FAILED, f"{training.log}: cannot be written ({error.strerror})", None)
+            return None
+        try:
+            with log:
                 process = subprocess.Popen(
                     _command(training.arguments),
                     cwd=training.cwd,
@@ -643,7 +649,7 @@ class Jobs:
                     pass_fds=(lock.fileno(),),
                 )
         except OSError as error:
-            self._end(training, JobState.FAILED, f"{training.log}: cannot be written ({error.strerror})", None)
+            self._end(training, JobState.FAILED, _explain_failed_start(error), None)
             return None
         record = TrainingRecord(training.title, str(training.run), str(training.log), process.pid, time.time())
         lock.seek(0)
@@ -748,6 +754,16 @@ def _command(arguments: Sequence[str]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+
+
+def _explain_failed_start(error: OSError) -> str:
+    """Explains why a process could not be started. Popen names the program or the folder, if that is the cause."""
+    if error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return f"the command cannot be started ({error.strerror}); free memory or end other processes, then try again"
+    return (
+        f"the command cannot be started: {error.filename}: {error.strerror}; start preheat ui again, as a user who may "
+        "run it and in a folder that exists"
+    )
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -50,6 +50,19 @@ def test_the_message_of_a_failed_command_is_its_problem(jobs: Jobs) -> None:
     assert not job.problem.startswith("error")
 
 
+def test_a_program_that_cannot_be_started_is_named(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.touch(mode=0o644)  # not executable
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr(jobs_module, "tie_to_parent", list)
+    job = jobs.start("Models", ["models", "--json"])
+    assert job.wait(10)
+    assert f"{python}: Permission denied; start preheat ui again" in job.problem
+    training = jobs.queue_training("r", ["train", "r.yaml"], tmp_path / "r")
+    wait_for(lambda: training.state is JobState.FAILED)
+    assert f"{python}: Permission denied" in training.problem
+
+
 def test_text_that_looks_like_an_option_stays_text(jobs: Jobs) -> None:
     job = jobs.start("Models", ["models", "show", "--json", "--", "--help"])
     assert job.wait(60)
