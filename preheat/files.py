@@ -423,7 +423,11 @@ def _compute_digest(text: str) -> str:
 
 
 def write_user_file(
-    path: str | Path, text: str, *, marks: Sequence[str] = (), fix: str = "name a file in a folder that exists"
+    path: str | Path,
+    text: str,
+    *,
+    marks: Sequence[str] = (),
+    fix: str = "name a file in a folder that exists and may be written",
 ) -> Path:
     """Writes a file that the user named by `write_atomic` and returns its path.
 

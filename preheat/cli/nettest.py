@@ -75,7 +75,7 @@ def nettest(
         )
     # Before minutes of measuring, not after them.
     if html is not None and not (html.parent.is_dir() and os.access(html.parent, os.W_OK)):
-        raise RecipeError(f"--html {html}: cannot be written; name a file in a folder that exists")
+        raise RecipeError(f"--html {html}: cannot be written; name a file in a folder that exists and may be written")
     # Silences torch's C++ stack trace for a failed rendezvous; preheat prints the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     task = net.Task(
