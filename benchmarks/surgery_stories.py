@@ -3,7 +3,8 @@
     python benchmarks/surgery_stories.py [--data FOLDER] [--steps 200] [--out benchmarks/results/surgery_stories.md]
 
 Key-value heads of stories260K pooled from 4 to 2 and 1; LayerNorm to RMSNorm on a small GPT-2 that is trained here first. Each is
-trained on for the same steps on the same rows as the unchanged model. Held-out TinyStories; nats a token.
+trained on for the same steps on the same rows as the unchanged model. Held-out TinyStories; nats a token. The part of
+the norms also times a wider GPT-2 with either norm, exported and loaded by transformers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import argparse
 import json
 import os
 import re
+import statistics
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import transformers
 
 from preheat.compress.export import huggingface
 from preheat.data import Rows, evaluation_batches, prepare
@@ -27,6 +32,7 @@ from preheat.recipe import Recipe, parse
 from preheat.training.loop import train
 
 LENGTH, ROWS, BATCH = 128, 128, 8
+TURNS = 40
 
 
 def build_recipe(
@@ -45,6 +51,24 @@ def evaluate_held_out(recipe: Recipe, tokenizer: Path) -> float:
     assert isinstance(data.validation, Rows)
     made = build(recipe, vocabulary=len(data.tokenizer), device=probe("cpu"))
     return evaluate(made, evaluation_batches(data.validation, micro=8, limit=ROWS))[0]
+
+
+def time_exported(folders: Mapping[str, Path]) -> dict[str, tuple[float, float, float]]:
+    """Returns the milliseconds (median, quartiles) of a forward pass of each exported model, in alternation."""
+    models = {
+        name: transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        for name, folder in folders.items()
+    }
+    tokens = torch.randint(0, 512, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    times: dict[str, list[float]] = {name: [] for name in models}
+    with torch.no_grad():
+        for turn in range(TURNS + 3):
+            for name, model in models.items():
+                begin = time.perf_counter()
+                model(tokens)
+                if turn >= 3:
+                    times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: (statistics.median(ms), *statistics.quantiles(ms)[::2]) for name, ms in times.items()}
 
 
 def main() -> None:
@@ -122,6 +146,25 @@ def main() -> None:
             huggingface.write(folder / "gpt2", folder / "gpt2" / "hf")
             measure_row("GPT-2, LayerNorm, unchanged", folder / "gpt2/hf", "")
             measure_row("GPT-2, LayerNorm -> RMSNorm", folder / "gpt2/hf", "rms_norm: {}")
+            wide = sizes.replace("hidden_size: 64", "hidden_size: 512")
+            exported = {}
+            for name, techniques in (("LayerNorm", ""), ("RMSNorm", "rms_norm: {}")):
+                recipe = build_recipe(wide, source, techniques, steps=1, lr=1e-3, tokenizer=stories, seed=0)
+                train(recipe, out=folder / name)
+                exported[name] = huggingface.write(folder / name, folder / name / "hf").path
+            lines += [
+                "",
+                f"A GPT-2 of 4 layers of width 512 with either norm, exported and loaded by transformers: a forward pass of "
+                f"{BATCH} rows of {LENGTH} tokens, {TURNS} in alternation, fp32, {torch.get_num_threads()} threads.",
+                "",
+                "| norm | milliseconds (quartiles) |",
+                "|---|---|",
+                *(
+                    f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) |"
+                    for name, (middle, low, high) in time_exported(exported).items()
+                ),
+            ]
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
