@@ -479,6 +479,33 @@ def notebook_page(path: Path, pictures: Path) -> str:
     return "\n".join(lines)
 
 
+def place_link(link: str) -> str:
+    """The link of the site for a link of docs/pages, which names the file of the repository so that code hosts find it.
+
+    >>> place_link("../../preheat/techniques/lora.py"), place_link("../ui-run.png")
+    ('techniques/lora.md', 'ui-run.png')
+    """
+    file = (DOCS / "pages" / link).resolve()
+    if not file.exists():
+        raise SystemExit(f"docs/pages: {link} does not exist")
+    if file.suffix == ".png":
+        return file.name
+    path = file.relative_to(ROOT).as_posix()
+    pages = {
+        "docs/cheat_sheet.md": "techniques/index.md",
+        "benchmarks/results/README.md": "evidence.md",
+        "preheat/core/schema.py": "recipe.md",
+    }
+    folder = {"preheat/techniques": "techniques", "notebooks": "notebooks"}.get(
+        file.parent.relative_to(ROOT).as_posix()
+    )
+    return pages.get(path, f"{folder}/{file.stem}.md" if folder else link)
+
+
+def place_links(text: str) -> str:
+    return re.sub(r"(?<=\]\()\.\./[^)\s#]+", lambda match: place_link(match[0]), text)
+
+
 def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
     """Writes the pages into `sources` and the site into `target`; what was there is replaced."""
     shutil.rmtree(sources, ignore_errors=True)
@@ -502,6 +529,8 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
         path = sources / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    for path in (sources / page.name for page in (DOCS / "pages").glob("*.md")):
+        path.write_text(place_links(path.read_text(encoding="utf-8")), encoding="utf-8")
     site = yaml.safe_load((DOCS / "mkdocs.yml").read_text(encoding="utf-8"))
     section = next(entry["Techniques"] for entry in site["nav"] if "Techniques" in entry)
     section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in shipped())]

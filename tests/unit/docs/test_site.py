@@ -69,6 +69,13 @@ def test_no_page_that_is_generated_loses_words_when_it_is_rendered() -> None:
         assert not written - Counter(re.findall(r"\w+", html.unescape(text))), name
 
 
+def test_links_of_a_clone_lead_to_files() -> None:
+    """As a code host shows the pages, before the site is built."""
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")):
+        links = re.findall(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        assert not [link for link in links if not (page.parent / link).exists()], page
+
+
 def test_what_a_function_returns_is_no_list_of_names() -> None:
     text = """Does it.
 
@@ -125,7 +132,7 @@ def test_guides_come_first_and_the_home_page_names_every_page() -> None:
     entries = yaml.safe_load((ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     sections = [next(iter(entry)) for entry in entries]
     assert sections.index("Guides") < sections.index("Techniques")
-    home = (ROOT / "docs/pages/index.md").read_text(encoding="utf-8")
+    home = builder().place_links((ROOT / "docs/pages/index.md").read_text(encoding="utf-8"))
     listed = [
         page
         for entry in entries
