@@ -68,7 +68,8 @@ def time_exported(folders: Mapping[str, Path]) -> dict[str, tuple[float, float, 
                 model(tokens)
                 if turn >= 3:
                     times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: (statistics.median(ms), *statistics.quantiles(ms)[::2]) for name, ms in times.items()}
+    quartiles = {name: statistics.quantiles(ms) for name, ms in times.items()}
+    return {name: (middle, low, high) for name, (low, middle, high) in quartiles.items()}
 
 
 def main() -> None:
@@ -151,7 +152,7 @@ def main() -> None:
             for name, techniques in (("LayerNorm", ""), ("RMSNorm", "rms_norm: {}")):
                 recipe = build_recipe(wide, source, techniques, steps=1, lr=1e-3, tokenizer=stories, seed=0)
                 train(recipe, out=folder / name)
-                exported[name] = huggingface.write(folder / name, folder / name / "hf").path
+                exported[name] = Path(huggingface.write(folder / name, folder / name / "hf").path)
             lines += [
                 "",
                 f"A GPT-2 of 4 layers of width 512 with either norm, exported and loaded by transformers: a forward pass of "

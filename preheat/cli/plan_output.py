@@ -106,8 +106,12 @@ def text_part_note(recipe: Recipe) -> str | None:
     return text_part.describe(wrapper.model_type) if wrapper is not None else None
 
 
-def render_recipe(result: Plan, subject: Subject) -> str:
-    """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
+def render_recipe(result: Plan, subject: Subject, overrides: Sequence[str] = ()) -> str:
+    """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint.
+
+    Args:
+        overrides: `key=value` each, as the command states them.
+    """
     from preheat.recipe import Data
     from preheat.recipe.commented_yaml import render_brief
 
@@ -120,7 +124,8 @@ def render_recipe(result: Plan, subject: Subject) -> str:
     if subject.checkpoint and planned and model["weights"] != "random":
         values["model"] = {**model, "path": subject.checkpoint}
     text = render_brief(values)
-    if not subject.from_user and values["data"]["source"] == Data().source:
+    is_stated = any(item.partition("=")[0].strip() in ("data", "data.source") for item in overrides)
+    if not subject.from_user and not is_stated and values["data"]["source"] == Data().source:
         # As comments: the recipe is valid without them, but trains on the built-in text.
         text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"
         text += "# data: {source: DATA.jsonl}\n"

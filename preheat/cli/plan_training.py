@@ -121,7 +121,7 @@ def _find_answer(question: _Question) -> tuple[_Question, Answer]:
         absent=subject.absent,
         largest_value=None if solution is None else solution.largest,
     )
-    text = render_recipe(result, subject)
+    text = render_recipe(result, subject, options.set)
     if result.searched.interrupted:
         # The best so far is no answer to store, and the page takes another dry run.
         return question, answer_cache.Answer(result, text, None)

@@ -391,8 +391,8 @@ class Tracking:
 
     to: tuple[str, ...] = ()
     """trackio, wandb, mlflow, tensorboard, swanlab (each is an extra: `pip install 'preheat[wandb]'`), webhook (a
-    message to the URL in PREHEAT_WEBHOOK when the run ends or fails, and at alarms such as out of memory), or a tracker of another
-    package (entry points `preheat.trackers`) or of a `--plugin`."""
+    message to the URL in PREHEAT_WEBHOOK when the run ends or fails, and at alarms such as out of memory), or a tracker
+    of another package (entry points `preheat.trackers`) or of a `--plugin`."""
     project: str = "preheat"
     """The project there (in MLflow, the experiment)."""
     name: str | None = None

@@ -15,6 +15,7 @@ from preheat.errors import PreheatError, RecipeError
 from preheat.files import to_json
 from preheat.sanitize import quote_value
 from preheat.web.forms import Choice, Field, clean_values, describe_key, fill, read_number, read_values
+from preheat.web.labels import name_run
 from preheat.web.settings import state_of
 from preheat.web.templating import build_url, render
 
@@ -50,7 +51,7 @@ def routes() -> list[Route]:
 
 
 def _list_fields(state: State) -> list[Field]:
-    runs = [Choice(entry.id, entry.name) for entry in state.catalogue.list_runs()]
+    runs = [Choice(entry.id, name_run(entry)) for entry in state.catalogue.list_runs()]
     models = [Choice(file.id, file.name) for file in state.files.list_files("model")]
     groups = {name: choices for name, choices in (("Runs", runs), ("Models", models)) if choices}
     return [

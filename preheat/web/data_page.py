@@ -16,6 +16,7 @@ from preheat.web.choices import load_choices
 from preheat.web.forms import Choice, Field, clean_values, fill, read_number, read_values
 from preheat.web.job_routes import build_job_routes
 from preheat.web.jobs import JobState, read_answer
+from preheat.web.labels import name_run
 from preheat.web.plan_page import build_data_field, choose_recipe, find_file, read_page_body
 from preheat.web.settings import state_of
 from preheat.web.templating import build_url, render
@@ -44,7 +45,7 @@ def _list_fields(state: State, choices: Choices) -> list[Field]:
     recipes = {
         "Built in": [Choice(choice.value, f"{choice.value}: {choice.label}") for choice in choices.recipes],
         "Your recipes": [Choice(file.id, file.name) for file in state.files.list_files("recipe")],
-        "Runs": [Choice(entry.id, entry.name) for entry in state.catalogue.list_runs()],
+        "Runs": [Choice(entry.id, name_run(entry)) for entry in state.catalogue.list_runs()],
     }
     return [
         Field(

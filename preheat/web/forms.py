@@ -73,6 +73,10 @@ class Field:
     def rest(self) -> str:
         return self.help.partition(". ")[2]
 
+    def list_values(self) -> set[str]:
+        """Returns the values that its list offers."""
+        return {choice.value for group in self.groups.values() for choice in group}
+
 
 @cache
 def describe_key(key: str) -> str:
@@ -82,8 +86,18 @@ def describe_key(key: str) -> str:
 
 
 def fill(fields: Sequence[Field], values: Mapping[str, str]) -> list[Field]:
-    """Returns the fields with the values of a URL."""
-    return [replace(field, value=values.get(field.name, field.value)) for field in fields]
+    """Returns the fields with the values of a URL.
+
+    A value that a list lacks, of a file that was deleted, is added to the list: the form sends it, and is refused. The
+    default in its place would answer another question.
+    """
+    filled = [replace(field, value=values.get(field.name, field.value)) for field in fields]
+    return [
+        replace(field, groups={**field.groups, "Not there any more": [Choice(field.value, field.value)]})
+        if field.kind == "select" and field.value and field.value not in field.list_values()
+        else field
+        for field in filled
+    ]
 
 
 async def read_form(request: Request) -> Mapping[str, Sequence[str]]:

@@ -16,9 +16,10 @@ from preheat.sanitize import quote_value, shorten
 from preheat.web.limits import LARGEST_FILE
 
 if TYPE_CHECKING:
+    from preheat.web.catalogue import RunEntry
     from preheat.web.index import RunSummary
 
-__all__ = ["Conflict", "Labels", "add_labels", "change_labels", "merge_labels", "parse_tags", "read_labels"]
+__all__ = ["Conflict", "Labels", "add_labels", "change_labels", "merge_labels", "name_run", "parse_tags", "read_labels"]
 
 _LONGEST_NAME = 120
 _LONGEST_NOTE = 10_000
@@ -63,6 +64,12 @@ def add_labels(summary: RunSummary) -> RunSummary:
     labels = read_labels(summary.path)
     name = labels.name or summary.name
     return replace(summary, name=name, note=labels.note, tags=labels.tags, archived=labels.archived)
+
+
+def name_run(entry: RunEntry) -> str:
+    """Returns the name of a run in lists to choose from: its label with its folder, or its folder alone."""
+    name = read_labels(entry.path).name
+    return f"{name} ({entry.name})" if name and name != entry.name else entry.name
 
 
 def parse_tags(text: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from preheat.web.templating import render
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from preheat.web.catalogue import RunEntry
+    from preheat.web.catalogue import Catalogue, RunEntry
 
 __all__ = ["routes"]
 
@@ -79,6 +79,10 @@ async def _save(request: Request) -> Response:
     except BadJson:
         raise HTTPException(400, "The form cannot be read; load the page again.") from None
     wanted = Labels(" ".join(read("name").split()), read("note"), parse_tags(read("tags")), "archived" in form)
+    other = await run_in_threadpool(_find_namesake, state_of(request).catalogue, entry, wanted.name)
+    if wanted.name != seen.name and other is not None:
+        problem = f"Not saved: the run in {other.path} is called {wanted.name} already; choose another name."
+        return _render_page(request, entry, seen, wanted, 422, problem=problem)
     try:
         saved = await run_in_threadpool(change_labels, entry.path, lambda current: merge_labels(current, seen, wanted))
     except Conflict as error:
@@ -89,6 +93,12 @@ async def _save(request: Request) -> Response:
     except RunError as error:
         return _render_page(request, entry, seen, wanted, 422, problem=f"Not saved: {error}.")
     return _render_page(request, entry, saved, saved, done="Saved.")
+
+
+def _find_namesake(catalogue: Catalogue, entry: RunEntry, name: str) -> RunEntry | None:
+    """Returns another run that the table of runs shows under this name."""
+    others = [other for other in catalogue.list_runs() if other.id != entry.id] if name else []
+    return next((other for other in others if name == (read_labels(other.path).name or other.name)), None)
 
 
 async def _delete(request: Request) -> Response:

@@ -245,11 +245,13 @@ def _build_arguments(
     arguments = ["plan", "--json"]
     device = values.get("device", _THIS_MACHINE)
     if device != _THIS_MACHINE:
-        if device not in {choice.value for choice in fields["device"].groups["Catalogue"]}:
+        if device not in fields["device"].list_values():
             raise RecipeError(f"Device: {quote_value(device)}: is not in the catalogue; choose another one")
         arguments.append(f"--gpu={device}")
     count, length, batch, steps = (read_number(values, fields[n]) for n in ("count", "length", "batch", "steps"))
     find = values.get("find", "fastest")
+    if find not in fields["find"].list_values():
+        raise RecipeError(f"Question: {quote_value(find)}: is not in the list; choose another one")
     if count is not None:
         arguments.append(f"--count={count}")
     if length is not None and find != "length":

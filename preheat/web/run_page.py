@@ -227,6 +227,7 @@ def _collect_evidence(reader: Reader, run: RunSummary, *, is_live: bool) -> Evid
         tokens_per_second=run.tokens_per_second,
         system=reader.newest_system()[-_SAMPLES:],
         is_live=is_live,
+        can_resume=run.state != "finished",
     )
 
 

@@ -28,6 +28,13 @@
   document.addEventListener("input", (event) => {
     if (event.target.id === "tags") tags = event.target.value;
   });
+  document.addEventListener("submit", (event) => {
+    if (event.submitter?.id !== "compare" || selected.size) return;
+    event.preventDefault();
+    const status = document.getElementById("selected");
+    status.textContent = "Nothing is selected: tick two or more runs, then Compare.";
+    boxes()[0]?.focus();
+  });
   document.addEventListener("htmx:afterSwap", show);
   // After "Back", the browser restores ticks without an event.
   window.addEventListener("pageshow", () => {

@@ -257,7 +257,7 @@ def test_marks_have_the_text_of_the_report(run: RunEntry) -> None:
     writer.write_event(event)
     writer.close()
     first, second = read_marks(run)
-    assert (first.kind, first.step, first.text, first.is_bad) == ("checkpoint", 5, "step 5; took 2.0 s", False)
+    assert (first.kind, first.step, first.text, first.is_bad) == ("checkpoint", 5, "step 5; took 2 s", False)
     assert (second.kind, second.step, second.is_bad) == ("out of memory", 7, True)
 
 
