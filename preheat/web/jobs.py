@@ -298,6 +298,7 @@ class QueuedTraining:
     problem: str
     pid: int | None = None
     exit_code: int | None = None
+    log: str | None = None
 
 
 class Training:
@@ -305,16 +306,18 @@ class Training:
 
     Attributes:
         run: its run folder.
-        log: file of its output, beside the run.
+        log: file of its output; default: beside the run.
         problem: why it failed, in one sentence; "" if it did not.
         is_earlier: an earlier server started it.
     """
 
-    def __init__(self, title: str, arguments: Sequence[str], run: Path, cwd: Path | None = None):
+    def __init__(
+        self, title: str, arguments: Sequence[str], run: Path, cwd: Path | None = None, log: Path | None = None
+    ):
         self.id = secrets.token_urlsafe(9)
         self.title, self.arguments, self.run = title, tuple(arguments), run
         self.cwd = cwd or run.parent
-        self.log = run.with_name(f"{run.name}.log")
+        self.log = log or run.with_name(f"{run.name}.log")
         self.queued = time.time()
         self.state = JobState.WAITING
         self.problem = ""
@@ -457,16 +460,19 @@ class Jobs:
             raise HTTPException(404, "The server does not have this result any more; ask again.")
         return job
 
-    def queue_training(self, title: str, arguments: Sequence[str], run: Path, *, cwd: Path | None = None) -> Training:
+    def queue_training(
+        self, title: str, arguments: Sequence[str], run: Path, *, cwd: Path | None = None, log: Path | None = None
+    ) -> Training:
         """Queues `preheat ARGUMENTS`, which trains the run folder `run`; it starts when no other training runs.
 
         Args:
             cwd: its working folder; default: that of the run folder.
+            log: a new file for its output; default: beside the run folder.
 
         Raises:
             RunError: a training of this folder waits or runs already.
         """
-        training = Training(title, arguments, run, cwd)
+        training = Training(title, arguments, run, cwd, log)
         with self._changed:
             if any(t.run == run for t in self._trainings if t.state in (JobState.WAITING, JobState.RUNNING)):
                 raise RunError(f"{run.name}: this run waits or trains already")
@@ -501,7 +507,7 @@ class Jobs:
         records = [
             QueuedTraining(
                 *(t.id, t.title, t.arguments, str(t.run), str(t.cwd), t.queued, t.state.value, t.problem),
-                *(t.pid, t.exit_code),
+                *(t.pid, t.exit_code, str(t.log)),
             )
             for t in self._trainings
         ]
@@ -540,6 +546,11 @@ class Jobs:
             other.queued, other.state = record.started, JobState.RUNNING
             return [other, *ours]
         return ours
+
+    def find_unfinished(self, run: Path) -> Training | None:
+        """Returns the training of a run folder that waits or runs."""
+        unfinished = (t for t in self.list_trainings() if t.state in (JobState.WAITING, JobState.RUNNING))
+        return next((t for t in unfinished if t.run.resolve() == run), None)
 
     def find_training(self, id: str) -> Training:
         """Returns a training; "running" is the one of another server.
@@ -813,7 +824,8 @@ def _read_queue(file: Path) -> list[Training]:
         records = [read_record(QueuedTraining, item) for item in items]
         trainings = []
         for record in records:
-            training = Training(record.title, record.arguments, Path(record.run), Path(record.cwd))
+            log = None if record.log is None else Path(record.log)
+            training = Training(record.title, record.arguments, Path(record.run), Path(record.cwd), log)
             training.id, training.queued, training.pid = record.id, record.queued, record.pid
             training.state, training.problem = JobState(record.state), record.problem
             training.exit_code = record.exit_code

@@ -6,10 +6,12 @@ once, and again when one of these files changes.
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from preheat.report.report_data import RunFigures
     from preheat.web.catalogue import RunEntry
     from preheat.web.index import Mark, RunSummary
+    from preheat.web.jobs import Training
+    from preheat.web.settings import State
 
 __all__ = ["routes"]
 
@@ -85,6 +89,7 @@ def routes() -> list[Route]:
         Route("/runs/{id}/details", _show_details),
         Route("/runs/{id}/stop", _stop, methods=["POST"]),
         Route("/runs/{id}/save", _save, methods=["POST"]),
+        Route("/runs/{id}/resume", _resume, methods=["POST"]),
     ]
 
 
@@ -106,14 +111,16 @@ class _Live:
 
     Attributes:
         unreachable: the reason why the run cannot be stopped from here; None: it can.
-        resume: the command that resumes it; "" while it runs, and once it has finished.
+        resume: arguments of preheat that resume it; none while it runs, and once it has finished.
+        resume_command: the same as a shell command.
     """
 
     run: RunSummary
     judgement: Judgement
     ranks: Sequence[_Rank]
     unreachable: str | None
-    resume: str
+    resume: Sequence[str]
+    resume_command: str
     share: float | None
 
 
@@ -157,12 +164,23 @@ async def _show(request: Request) -> Response:
     more = [key for key in keys if key not in _CURVES]
     trainings = state_of(request).jobs.list_trainings()
     training = next((training.id for training in reversed(trainings) if training.run.resolve() == entry.path), None)
-    return render(request, "run.html", entry=entry, curves=curves, more=more, training=training, **vars(live))
+    return render(
+        request,
+        "run.html",
+        entry=entry,
+        curves=curves,
+        more=more,
+        training=training,
+        unfinished=state_of(request).jobs.find_unfinished(entry.path),
+        **vars(live),
+    )
 
 
 async def _show_live(request: Request) -> Response:
     entry = await _find(request)
-    return render(request, "_run_live.html", entry=entry, **vars(await run_in_threadpool(_read_live, entry)))
+    live = await run_in_threadpool(_read_live, entry)
+    unfinished = state_of(request).jobs.find_unfinished(entry.path)
+    return render(request, "_run_live.html", entry=entry, unfinished=unfinished, **vars(live))
 
 
 async def _show_timeline(request: Request) -> Response:
@@ -186,6 +204,42 @@ async def _stop(request: Request) -> Response:
 
 async def _save(request: Request) -> Response:
     return await _request(request, "save")
+
+
+async def _resume(request: Request) -> Response:
+    entry = await _find(request)
+    try:
+        training = await run_in_threadpool(_queue_resume, state_of(request), entry)
+    except RunError as error:
+        return render(request, "_run_message.html", message=str(error), is_bad=True)
+    message = f"It goes on in this folder as soon as no other training runs; its output is in {training.log.name}."
+    return render(request, "_run_message.html", message=message, is_bad=False)
+
+
+def _queue_resume(state: State, entry: RunEntry) -> Training:
+    """Queues the training that resumes a run, in the working folder in which the dashboard trained it before.
+
+    Raises:
+        RunError: it runs, has finished or waits already, is in object storage, or needs code of its model's repository,
+            which only its user may trust.
+    """
+    live = _read_live(entry)
+    if not live.resume:
+        raise RunError(f"The run is {live.run.state}, so there is nothing to resume")
+    if entry.url:
+        raise RunError("The run is in object storage: resume it in a terminal, on a machine that reaches the storage")
+    if "--trust-remote-code" in live.resume:
+        raise RunError("Its model runs code of its repository: resume it in a terminal, where you agree to that")
+    earlier = [training for training in state.jobs.list_trainings() if training.run.resolve() == entry.path]
+    logs = (entry.path.with_name(f"{entry.path.name}-resumed-{n}.log") for n in count(1))
+    return state.jobs.queue_training(
+        live.run.name,
+        live.resume,
+        entry.path,
+        # Relative paths of a recipe are meant from where it was trained, or else from where the server was started.
+        cwd=earlier[-1].cwd if earlier else Path.cwd(),
+        log=next(log for log in logs if not os.path.lexists(log)),
+    )
 
 
 async def _request(request: Request, what: str) -> Response:
@@ -217,8 +271,10 @@ def _read_live(entry: RunEntry) -> _Live:
             404, "This run does not exist any more: its folder was deleted, moved or renamed."
         ) from None
     share = min(1.0, run.step / run.steps) if run.step is not None and run.steps else None
-    resume = "" if run.state in ("running", "finished", "elsewhere") else _build_resume_command(reader, entry.url)
-    return _Live(run, judgement, _list_ranks(status, time.time()), unreachable, resume, share)
+    can_resume = run.state not in ("running", "finished", "elsewhere")
+    resume = _list_resume_arguments(reader, entry.url) if can_resume else ()
+    command = shlex.join(("preheat", *resume))
+    return _Live(run, judgement, _list_ranks(status, time.time()), unreachable, resume, command, share)
 
 
 def _collect_evidence(reader: Reader, run: RunSummary, *, is_live: bool) -> Evidence:
@@ -281,17 +337,17 @@ def _list_ranks(status: ProcessStatus | None, now: float) -> list[_Rank]:
     ]
 
 
-def _build_resume_command(reader: Reader, url: str) -> str:
-    """Returns the shell command that resumes a run with its own recipe."""
+def _list_resume_arguments(reader: Reader, url: str) -> Sequence[str]:
+    """Returns the arguments of preheat that resume a run with its own recipe."""
     environment = reader.environment
-    arguments = ["preheat", "train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
+    arguments = ["train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
     if url:  # its recipe is there
-        arguments = ["preheat", "train", "--resume", url]
+        arguments = ["train", "--resume", url]
     if (processes := environment.processes or 1) > 1:
         arguments += ["--nproc", str(processes)]
     if "--trust-remote-code" in (environment.command or "").split():
         arguments.append("--trust-remote-code")
-    return shlex.join(arguments)
+    return arguments
 
 
 def _group_marks(marks: Sequence[Mark]) -> list[_EventRow]:

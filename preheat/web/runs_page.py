@@ -14,6 +14,7 @@ from preheat.errors import RunError
 from preheat.report.formatting import relative_error
 from preheat.web.forms import read_form
 from preheat.web.index import summarize
+from preheat.web.jobs import JobState
 from preheat.web.labels import Labels, add_labels, change_labels, parse_tags
 from preheat.web.settings import state_of
 from preheat.web.templating import render
@@ -177,6 +178,9 @@ async def _render_runs(request: Request, shown: Filter, *, problems: Sequence[st
     catalogue = state_of(request).catalogue
     runs = await run_in_threadpool(list_summaries, catalogue)
     selected = shown.select(runs)
+    folders = {run.path for run in runs}
+    trainings = state_of(request).jobs.list_trainings()
+    unfinished = [training for training in trainings if training.state in (JobState.WAITING, JobState.RUNNING)]
     return render(
         request,
         "runs.html",
@@ -192,6 +196,7 @@ async def _render_runs(request: Request, shown: Filter, *, problems: Sequence[st
         linked=catalogue.linked,
         remotes=state_of(request).remotes,
         compare_with_plan=compare_with_plan,
+        starting=[training for training in unfinished if training.run.resolve() not in folders],
         problems=problems,
         done=done,
     )

@@ -90,6 +90,16 @@ def test_a_run_is_watched_saved_stopped_in_another_tab_resumed_to_its_end_and_ki
         process.communicate()
         expect(state).to_have_attribute("data-state", "killed")
         expect(page.locator("#resume-command")).to_contain_text("--resume")
+
+        # By the page itself, with no terminal.
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.get_by_role("button", name="Resume").click()
+        expect(page.locator("#unfinished")).to_contain_text("output")
+        expect(state).to_have_attribute("data-state", "running", timeout=150_000)
+        wait_for_step(page, last + 50)
+        page.get_by_role("button", name="Stop").click()
+        expect(state).to_have_attribute("data-state", "stopped", timeout=60_000)
+        assert "resum" in run.with_name("small-resumed-1.log").read_text()
     finally:
         process.kill()
         process.communicate()

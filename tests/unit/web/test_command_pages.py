@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import pytest
 from starlette.testclient import TestClient
@@ -80,6 +81,7 @@ def test_an_empty_folder_leads_to_the_first_run(client: TestClient) -> None:
         ({"model": "1M", "data": "/etc/passwd"}, "does not exist any more"),
         ({"local": "../../etc"}, "does not exist any more"),
         ({"model": "1M", "device": "H100", "method": "<b>"}, "&lt;b&gt;"),
+        ({"model": "1M", "device": "H100", "find": "slowest"}, "Question: &#39;slowest&#39;: is not in the list"),
         ({"model": "no-such-model", "device": "H100"}, "no-such-model"),
     ],
 )
@@ -87,6 +89,21 @@ def test_mistakes_of_the_form_are_sentences(client: TestClient, values: dict[str
     text, _ = ask(client, "/plan", **values)
     assert message in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("address", ["/plan?model=1M&data=gone", "/data?recipe=demo&data=gone", "/data?recipe=gone"])
+def test_a_choice_that_is_gone_stays_in_the_form(client: TestClient, address: str) -> None:
+    """The form sends it and is refused: without it, the default would answer another question."""
+    assert '<option value="gone" selected>gone</option>' in client.get(address).text
+    path, _, query = address.partition("?")
+    text, _ = ask(client, path, **dict(parse_qsl(query)))
+    assert "does not exist any more" in text
+
+
+def test_data_that_the_form_states_is_not_called_unstated(client: TestClient) -> None:
+    text, _ = ask(client, "/plan", model="0.1M", device="H100", data="stdlib", length="64", batch="4", steps="2")
+    assert "0.1M" in text
+    assert "data.source is not stated" not in text
 
 
 def test_a_changing_request_needs_the_token_of_the_page(client: TestClient) -> None:

@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from preheat.core.run_records import (
     Checkpoint,
     Environment,
+    Finished,
     Notice,
     ProcessStatus,
     RankState,
@@ -27,8 +28,10 @@ from preheat.core.run_records import (
 from preheat.files import to_json
 from preheat.run.remote_runs import RemoteRuns
 from preheat.run.writer import Writer
+from preheat.web import index
 from preheat.web.app import create_app
 from preheat.web.catalogue import Catalogue
+from preheat.web.jobs import JobState
 from preheat.web.settings import Settings
 
 from ..plans import values_of
@@ -40,6 +43,8 @@ SCRIPT = "<script>alert(1)</script>"
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run on two processes that was stopped; its folder, texts and events hold scripts."""
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+    # Enough for all that a test reads, however busy the machine is.
+    monkeypatch.setattr(index, "_INLINE_S", 1e6)
     folder = tmp_path / "runs" / "it's <b>bold"
     writer = Writer(folder)
     writer.write_json("plan.json", values_of(20.0, 24.0, steps=400))
@@ -107,6 +112,42 @@ def test_the_page_says_state_judgement_and_the_command_that_resumes(run: Path, c
     ]
 
 
+def test_a_stopped_run_is_queued_again_in_its_folder(run: Path, client: Client) -> None:
+    assert 'id="resume-here"' in client.get()
+    # Its command trusted code; only a user may do that again.
+    assert "Its model runs code of its repository: resume it in a terminal" in client.post("/resume")
+    (run / "environment.json").write_text("{}")
+    (run.parent / f"{run.name}-resumed-1.log").write_text("an earlier one\n")
+    message = html.unescape(client.post("/resume"))
+    assert f"its output is in {run.name}-resumed-2.log" in message
+    assert "this run waits or trains already" in client.post("/resume")
+    jobs = client.http.app.state.ui.jobs  # type: ignore[attr-defined]
+    (training,) = jobs.list_trainings()
+    assert training.arguments == ("train", str(run / "recipe.yaml"), "--out", str(run), "--resume")
+    page = html.unescape(client.get("/live"))
+    assert f'<a href="/start/trainings/{training.id}">output</a>' in page
+    assert 'id="resume-here"' not in page
+    end = time.monotonic() + 90
+    while training.state in (JobState.WAITING, JobState.RUNNING):  # the name of the recipe is no name
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert "recipe.yaml:1: name" in training.problem
+    assert (run.parent / f"{run.name}-resumed-1.log").read_text() == "an earlier one\n"
+    jobs.close()
+
+
+def test_a_finished_run_and_one_that_is_read_only_are_not_resumed(run: Path) -> None:
+    assert 'id="resume-here"' not in Client(run, read_only=True).get()
+    writer = Writer(run, resume=True)
+    writer.write_event(Started(step=40))
+    writer.write_event(Finished(steps=400, loss=0.1))
+    writer.close()
+    client = Client(run)
+    assert 'id="resume-here"' not in client.get()
+    assert "The run is finished, so there is nothing to resume" in client.post("/resume")
+    assert "run it again with --profile 5" in client.get()
+
+
 def test_a_run_in_object_storage_is_resumed_by_its_url_and_neither_stopped_nor_deleted_here(
     run: Path,
 ) -> None:
@@ -121,6 +162,7 @@ def test_a_run_in_object_storage_is_resumed_by_its_url_and_neither_stopped_nor_d
     assert shlex.join(["preheat", "train", "--resume", url]) in page
     for action in ("/stop", "/save"):
         assert "The run is in object storage: stop it on the machine that trains it." in client.post(action)
+    assert "The run is in object storage: resume it in a terminal" in client.post("/resume")
     assert f"delete the folder {url} there" in html.unescape(client.post("/delete", 422))
     assert (remote.folder / run.name / "recipe.yaml").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from preheat.web import catalogue as catalogue_module
 from preheat.web import index
 from preheat.web.app import create_app
 from preheat.web.catalogue import Catalogue
+from preheat.web.jobs import JobState
 from preheat.web.labels import Labels, change_labels, read_labels
 from preheat.web.settings import Settings
 
@@ -204,6 +206,32 @@ def test_labels_are_edited_and_a_conflict_keeps_the_text(runs: Path, client: Tes
     assert client.post(url, data={"seen": "{", "name": "x"}).status_code == 400
     fields["seen"] = '{"name": "Theirs", "note": "n\\nm", "tags": ["x", "y", "z"], "archived": false}'
     assert client.post(url, data={**fields, "note": "n" * 10_001}).status_code == 422
+
+
+def test_two_runs_never_have_the_same_name(runs: Path, client: TestClient) -> None:
+    url = f"/runs/{find_id(client.get('/').text, 'a')}/labels"
+    answer = client.post(url, data={"seen": "{}", "name": "b"})
+    assert answer.status_code == 422
+    assert f"Not saved: the run in {runs / 'b'} is called b already; choose another name." in answer.text
+    assert client.post(url, data={"seen": "{}", "name": "c"}).status_code == 200
+    assert ">c (a)</option>" in client.get("/data?recipe=demo").text
+
+
+def test_a_training_that_is_starting_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "runs").mkdir()
+    client = connect(tmp_path / "runs")
+    jobs = client.app.state.ui.jobs  # type: ignore[attr-defined]
+    training = jobs.queue_training("first", ["train", "--", "no-such-recipe"], tmp_path / "runs" / "first")
+    page = client.get("/").text
+    assert "first is starting" in page or "first waits in the queue" in page
+    assert "There are no runs" not in page
+    end = time.monotonic() + 90
+    while training.state in (JobState.WAITING, JobState.RUNNING):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert "There are no runs" in client.get("/").text
+    jobs.close()
 
 
 def test_a_run_is_deleted_after_its_name_is_typed(runs: Path, client: TestClient) -> None:
