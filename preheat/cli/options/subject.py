@@ -21,7 +21,6 @@ from preheat.model_folder import read_object
 from preheat.models import configs, presets
 from preheat.models.hub_config import find_hub_folder, is_hub_name
 from preheat.recipe import Recipe
-from preheat.recipe.yaml_io import write
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -115,7 +114,9 @@ def find_subject(
         "parallel": {"devices": devices},
         **METHODS[method],
     }
-    named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
+    # The user has not seen this recipe: errors name the option in place of a line.
+    sources = {("batch", "seq_len"): f"--length {length}"} if length else {}
+    named = recipes.read_values(values, where=what or "the model", sources=sources, overrides=overrides, warn=True)
     return Subject(_check_batch_tokens(named, batch_tokens), False, checkpoint)
 
 
