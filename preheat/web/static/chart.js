@@ -414,7 +414,8 @@
           }),
         ),
       );
-      this.table.replaceChildren(create("table", {}, create("thead", {}, head), create("tbody", {}, ...body)));
+      const caption = rows < all.length ? [create("caption", { class: "small" }, `${rows} of ${all.length.toLocaleString("en")} points`)] : [];
+      this.table.replaceChildren(create("table", {}, ...caption, create("thead", {}, head), create("tbody", {}, ...body)));
     }
 
     findNearest(curve, x) {
