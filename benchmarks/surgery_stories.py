@@ -156,7 +156,7 @@ def main() -> None:
             lines += [
                 "",
                 f"A GPT-2 of 4 layers of width 512 with either norm, exported and loaded by transformers: a forward pass of "
-                f"{BATCH} rows of {LENGTH} tokens, {TURNS} in alternation, fp32, {torch.get_num_threads()} threads.",
+                f"{BATCH} rows of {LENGTH} tokens, {TURNS} in alternation, fp32, threads: {torch.get_num_threads()}.",
                 "",
                 "| norm | milliseconds (quartiles) |",
                 "|---|---|",

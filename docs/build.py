@@ -479,10 +479,10 @@ def notebook_page(path: Path, pictures: Path) -> str:
     return "\n".join(lines)
 
 
-def place_link(link: str) -> str:
+def rewrite_link(link: str) -> str:
     """The link of the site for a link of docs/pages, which names the file of the repository so that code hosts find it.
 
-    >>> place_link("../../preheat/techniques/lora.py"), place_link("../ui-run.png")
+    >>> rewrite_link("../../preheat/techniques/lora.py"), rewrite_link("../ui-run.png")
     ('techniques/lora.md', 'ui-run.png')
     """
     file = (DOCS / "pages" / link).resolve()
@@ -499,11 +499,13 @@ def place_link(link: str) -> str:
     folder = {"preheat/techniques": "techniques", "notebooks": "notebooks"}.get(
         file.parent.relative_to(ROOT).as_posix()
     )
-    return pages.get(path, f"{folder}/{file.stem}.md" if folder else link)
+    if path not in pages and folder is None:
+        raise SystemExit(f"docs/pages: {link} has no page of the site; name it in rewrite_link")
+    return pages.get(path, f"{folder}/{file.stem}.md")
 
 
-def place_links(text: str) -> str:
-    return re.sub(r"(?<=\]\()\.\./[^)\s#]+", lambda match: place_link(match[0]), text)
+def rewrite_links(text: str) -> str:
+    return re.sub(r"(?<=\]\()\.\./[^)\s#]+", lambda match: rewrite_link(match[0]), text)
 
 
 def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
@@ -530,7 +532,7 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     for path in (sources / page.name for page in (DOCS / "pages").glob("*.md")):
-        path.write_text(place_links(path.read_text(encoding="utf-8")), encoding="utf-8")
+        path.write_text(rewrite_links(path.read_text(encoding="utf-8")), encoding="utf-8")
     site = yaml.safe_load((DOCS / "mkdocs.yml").read_text(encoding="utf-8"))
     section = next(entry["Techniques"] for entry in site["nav"] if "Techniques" in entry)
     section[:] = [section[0], *({name: f"techniques/{name}.md"} for name in shipped())]

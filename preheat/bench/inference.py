@@ -23,7 +23,7 @@ from typing import IO, Literal, TypeVar
 
 from preheat.bench.messages import Ending, Generation, InferenceJob, OpenedModel, encode
 from preheat.core.bench import InferenceMachine, InferenceModel, InferenceResult, InferenceRow, Spread
-from preheat.core.units import format_bytes
+from preheat.core.units import format_memory
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.files import read_record, to_json, write_atomic
 from preheat.hardware.child_processes import describe_exit, last_error_line, tie_to_parent
@@ -219,11 +219,12 @@ def _require_room(models: Mapping[str, OpenedModel], cells: Sequence[tuple[int, 
             # fp32 logits of the last position of each row.
             logits = 4 * rows * model.vocabulary
             if (needed := weights + cache + logits) > memory:
+                sizes = (format_memory(size / 2**30) for size in (cache, weights, needed, memory))
+                of_cache, of_weights, of_all, available = sizes
                 raise DoesNotFit(
-                    f"--batches {rows}: with prompts of {length} tokens the cache of {name} needs "
-                    f"{format_bytes(cache)} on top of {format_bytes(weights)} of weights, {format_bytes(needed)} "
-                    f"in all, and {model.device_name} has {format_bytes(memory)}; use fewer sequences or "
-                    "sample.cache=int8"
+                    f"--batches {rows}: with prompts of {length} tokens the cache of {name} needs {of_cache} on top of "
+                    f"{of_weights} of weights, {of_all} in all, and {model.device_name} has {available}; use fewer "
+                    "sequences or sample.cache=int8"
                 )
 
 

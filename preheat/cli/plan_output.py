@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGINT
@@ -124,7 +125,8 @@ def render_recipe(result: Plan, subject: Subject, overrides: Sequence[str] = ())
     if subject.checkpoint and planned and model["weights"] != "random":
         values["model"] = {**model, "path": subject.checkpoint}
     text = render_brief(values)
-    is_stated = any(item.partition("=")[0].strip() in ("data", "data.source") for item in overrides)
+    # `data={workers: 2}` states another key.
+    is_stated = any(re.match(r"\s*data\.source\s*=|\s*data\s*=.*\bsource\b", item) for item in overrides)
     if not subject.from_user and not is_stated and values["data"]["source"] == Data().source:
         # As comments: the recipe is valid without them, but trains on the built-in text.
         text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"

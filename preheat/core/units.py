@@ -32,16 +32,17 @@ def format_memory(gib: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Returns bytes with three digits and a binary unit: sizes of files and messages.
+    """Returns bytes with three digits, or four from 1,000 on, and a binary unit: sizes of files and messages.
 
     Example:
-        >>> format_bytes(1024), format_bytes(1536), format_bytes(64 * 2**20), format_bytes(1023.8 * 2**20)
-        ('1 KiB', '1.5 KiB', '64 MiB', '1 GiB')
+        >>> format_bytes(1023), format_bytes(1536), format_bytes(64 * 2**20), format_bytes(1023.8 * 2**20)
+        ('1,023 B', '1.5 KiB', '64 MiB', '1 GiB')
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB")
-    # 999.5 KiB has three digits, 1,023 KiB has four and is written out; 1,023.5 rounds to the next unit.
-    power = next((i for i in range(len(units)) if count < 1023.5 * 1024**i), len(units) - 1)
-    return f"{format_three_digits(count / 1024**power)} {units[power]}"
+    # 1,023.5 rounds to the next unit.
+    power = next((i for i in range(len(units)) if abs(count) < 1023.5 * 1024**i), len(units) - 1)
+    value = count / 1024**power
+    return f"{value:,.0f} {units[power]}" if abs(value) >= 999.5 else f"{format_three_digits(value)} {units[power]}"
 
 
 def format_percent(share: float, digits: int = 0) -> str:
@@ -80,9 +81,10 @@ def format_duration(seconds: float | None) -> str:
         return f"-{format_duration(-seconds)}"
     if seconds < 9.995:
         scale, unit = next(
-            ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= 0.9995 * s), (1e-9, "ns")
+            ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds > 0.9994 * s), (1e-9, "ns")
         )
-        return f"{seconds / scale:.3g} {unit}" if seconds else "0 s"
+        value = float(f"{seconds / scale:.3g}")  # 0.9995 ms is 1,000 µs otherwise
+        return f"{value:g} {unit}" if seconds else "0 s"
     if seconds >= 1e10:
         return f"{seconds / 86400:.3g} d"
     rounded = round(seconds)

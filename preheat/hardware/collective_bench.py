@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from preheat.core.nettest import CollectiveRow, Measurement, Pair, PairRow
-from preheat.core.units import format_bytes
+from preheat.core.units import format_memory
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import connect_launched_store, create_local_store, is_single_host, local_group
 from preheat.hardware.link_rates import LinkRate
@@ -258,7 +258,7 @@ def _check_room(task: Task, place: _Topology, device: torch.device) -> None:
     needs = _BUFFERS * max(task.sizes) * sharing
     if needs > 0.8 * has:
         most = int(0.8 * has / _BUFFERS / sharing)
-        largest, needed, available = map(format_bytes, (max(task.sizes), needs, has))
+        largest, needed, available = (format_memory(size / 2**30) for size in (max(task.sizes), needs, has))
         raise RecipeError(
             f"--sizes: {largest} takes {_BUFFERS} buffers on each of {sharing} processes, {needed} of {available}; "
             f"use at most {most // 2**20:,} MiB"

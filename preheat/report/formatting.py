@@ -74,7 +74,7 @@ def format_headline(text: object) -> str:
 
 def join_units(text: object) -> str:
     """Returns escaped text with no-break spaces between numbers and their units."""
-    return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s|ms)\b|%)", "\u00a0", escape(text))
+    return re.sub(r"(?<=\d) (?=(?:%|[KMGT]iB|[KMBT]|d|h|min|s|ms|µs|ns)\b|%)", "\u00a0", escape(text))
 
 
 def read_number(value: object) -> float | None:
@@ -178,7 +178,9 @@ def format_change(value: float, total: float) -> str:
 def format_percent(value: object, digits: int = 0) -> str:
     """0.444 -> '44 %'."""
     finite = read_number(value)
-    return MISSING if finite is None else _format_sign(units.format_percent(finite, digits))
+    if finite is None:
+        return MISSING
+    return _format_sign(units.format_percent(finite, digits) if abs(finite) < 1e13 else f"{100 * finite:.3g} %")
 
 
 def format_interval(estimate: Estimate | None, *, signed: bool = False) -> str:

@@ -36,7 +36,7 @@ from preheat.core import (
     Trials,
 )
 from preheat.core.run_records import MicroBatchSize
-from preheat.core.units import format_bytes
+from preheat.core.units import format_memory
 from preheat.recipe import Bound, Count
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class MicroBatch:
         if peak > self.alarm and self.rows > 1:
             # A size that was too large once is never tried again in this run.
             self.rows = self.most = self.rows // 2
-            return f"{format_bytes(peak)} is above {format_bytes(self.alarm)}"
+            return f"{format_memory(peak / 2**30)} is above {format_memory(self.alarm / 2**30)}"
         if self.rows >= self.most:
             return None
         more = min(2 * self.rows, self.most)
@@ -186,7 +186,7 @@ class MicroBatch:
             self.most = self.rows  # decided once; checkpoints keep it for the rest of the run
             return None
         self.rows = more
-        return f"{format_bytes(prediction)} predicted of {format_bytes(self.limit)}"
+        return f"{format_memory(prediction / 2**30)} predicted of {format_memory(self.limit / 2**30)}"
 
     def state_dict(self) -> StateDict:
         return {"rows": self.rows, "most": self.most}

@@ -7,7 +7,6 @@ cache, so that the next server knows that a training runs, which one, and how to
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import math
@@ -32,11 +31,10 @@ import psutil
 from starlette.exceptions import HTTPException
 
 from preheat.cache_folder import cache_folder, make_private
-from preheat.core.run_records import Failed, Finished, Stopping
+from preheat.core.run_records import Failed, Finished, Resumed, Started, Stopping
 from preheat.errors import RunError
 from preheat.files import lock_file, parse_json, read_bytes, read_record, to_json, write_atomic
 from preheat.hardware.child_processes import describe_exit, tie_to_parent
-from preheat.run.layout import STATUS
 from preheat.run.reader import Reader
 from preheat.sanitize import escape_control_characters, shorten
 from preheat.web.limits import LARGEST_FILE
@@ -327,6 +325,11 @@ class Training:
         self.is_earlier = False
 
     @property
+    def is_unfinished(self) -> bool:
+        """It waits or runs."""
+        return self.state in (JobState.WAITING, JobState.RUNNING)
+
+    @property
     def progress(self) -> str:
         """The last line of its log."""
         return read_last_line(self.log)
@@ -547,10 +550,13 @@ class Jobs:
             return [other, *ours]
         return ours
 
+    def list_trainings_of(self, run: Path) -> list[Training]:
+        """Returns the trainings of a run folder, which is resolved, in the order of the queue."""
+        return [training for training in self.list_trainings() if training.run.resolve() == run]
+
     def find_unfinished(self, run: Path) -> Training | None:
         """Returns the training of a run folder that waits or runs."""
-        unfinished = (t for t in self.list_trainings() if t.state in (JobState.WAITING, JobState.RUNNING))
-        return next((t for t in unfinished if t.run.resolve() == run), None)
+        return next((training for training in self.list_trainings_of(run) if training.is_unfinished), None)
 
     def find_training(self, id: str) -> Training:
         """Returns a training; "running" is the one of another server.
@@ -580,7 +586,7 @@ class Jobs:
             if training.state is not JobState.RUNNING or training.pid is None or training.is_cancelled:
                 return
             training.is_cancelled = True
-        if os.path.exists(training.run / STATUS):
+        if _has_begun(training):
             try:
                 send_request(training.run, "stop")
             except RunError:
@@ -769,11 +775,11 @@ def _environment() -> dict[str, str]:
 
 def _explain_failed_start(error: OSError) -> str:
     """Explains why a process could not be started. Popen names the program or the folder, if that is the cause."""
-    if error.errno in (errno.ENOMEM, errno.EAGAIN):
+    if error.filename is None:
         return f"the command cannot be started ({error.strerror}); free memory or end other processes, then try again"
     return (
-        f"the command cannot be started: {error.filename}: {error.strerror}; start preheat ui again, as a user who may "
-        "run it and in a folder that exists"
+        f"the command cannot be started: {error.filename}: {error.strerror}; create or allow it, or start preheat ui "
+        "from another folder"
     )
 
 
@@ -836,10 +842,21 @@ def _read_queue(file: Path) -> list[Training]:
     return trainings
 
 
+def _has_begun(training: Training) -> bool:
+    """Returns True if a process of this training has written its status; an earlier session may have left one."""
+    status = Reader(training.run, largest=LARGEST_FILE).status() if training.run.is_dir() else None
+    try:
+        return status is not None and status.started > psutil.Process(training.pid).create_time() - 1
+    except psutil.Error:  # it has just ended
+        return status is not None
+
+
 def _find_end(training: Training) -> tuple[JobState, str]:
     """Returns the state and the problem of a training whose end no server saw, from the events of its run."""
     events = Reader(training.run, largest=LARGEST_FILE).events() if training.run.is_dir() else []
     for event in reversed(events):
+        if isinstance(event, Started | Resumed):  # earlier events are of an earlier session
+            break
         if isinstance(event, Finished):
             return JobState.DONE, ""
         if isinstance(event, Stopping):

@@ -42,7 +42,7 @@ class Evidence:
         fallbacks: after out-of-memory errors.
         system: the newest samples of the machine.
         is_live: a process trains it now.
-        can_resume: it has steps left.
+        has_steps_left: it can be resumed.
     """
 
     plan: Plan | None = None
@@ -52,7 +52,7 @@ class Evidence:
     fallbacks: Sequence[Fallback] = ()
     system: Sequence[SystemMetrics] = ()
     is_live: bool = False
-    can_resume: bool = True
+    has_steps_left: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ def _judge_speed(evidence: Evidence, plan: Plan) -> tuple[str, bool, tuple[str, 
     text = f"{head}: {', '.join(causes)}; {figures}." if causes else f"{head}: {figures}."
     unknown: tuple[str, ...] = ()
     if ratio <= -_SAME and evidence.profile is None:
-        how = "resume the run" if evidence.can_resume else "run it again"
+        advice = "resume the run" if evidence.has_steps_left else "run it again"
         unknown = (
-            f"Which part of the step takes longer is not recorded: {how} with --profile 5, which measures five steps.",
+            f"Which part of the step takes longer is not recorded: {advice} with --profile 5, which measures five "
+            "steps.",
         )
     return text, is_slow, unknown
 

@@ -79,9 +79,11 @@ async def _save(request: Request) -> Response:
     except BadJson:
         raise HTTPException(400, "The form cannot be read; load the page again.") from None
     wanted = Labels(" ".join(read("name").split()), read("note"), parse_tags(read("tags")), "archived" in form)
-    other = await run_in_threadpool(_find_namesake, state_of(request).catalogue, entry, wanted.name)
-    if wanted.name != seen.name and other is not None:
-        problem = f"Not saved: the run in {other.path} is called {wanted.name} already; choose another name."
+    name = wanted.name or entry.name
+    catalogue = state_of(request).catalogue
+    other = await run_in_threadpool(_find_namesake, catalogue, entry, name) if wanted.name != seen.name else None
+    if other is not None:
+        problem = f"Not saved: the run in {other.path} is called {name} already; choose another name."
         return _render_page(request, entry, seen, wanted, 422, problem=problem)
     try:
         saved = await run_in_threadpool(change_labels, entry.path, lambda current: merge_labels(current, seen, wanted))
@@ -97,7 +99,7 @@ async def _save(request: Request) -> Response:
 
 def _find_namesake(catalogue: Catalogue, entry: RunEntry, name: str) -> RunEntry | None:
     """Returns another run that the table of runs shows under this name."""
-    others = [other for other in catalogue.list_runs() if other.id != entry.id] if name else []
+    others = [other for other in catalogue.list_runs() if other.id != entry.id]
     return next((other for other in others if name == (read_labels(other.path).name or other.name)), None)
 
 
@@ -110,6 +112,8 @@ async def _delete(request: Request) -> Response:
         problem = f"Not deleted: the run is in object storage; delete the folder {entry.url} there."
     elif typed != entry.path.name:
         problem = f"Not deleted: the name of its folder is {entry.path.name}; type that to delete it."
+    elif await run_in_threadpool(state_of(request).jobs.find_unfinished, entry.path):
+        problem = "Not deleted: a training of it waits or runs; cancel it on the page Start first."
     else:
         try:
             problem = await run_in_threadpool(_find_writer, entry)

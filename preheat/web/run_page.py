@@ -6,12 +6,12 @@ once, and again when one of these files changes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,6 +35,7 @@ from preheat.web.judgement import Evidence, Judgement, judge
 from preheat.web.labels import add_labels
 from preheat.web.limits import LARGEST_FILE
 from preheat.web.settings import state_of
+from preheat.web.start_page import create_empty_folder
 from preheat.web.stop import explain_unreachable, send_request
 from preheat.web.templating import render
 
@@ -56,6 +57,8 @@ _MOST_EVENTS = 200
 """Events in the list; charts mark them all."""
 _SILENT_S = 20.0
 """Seconds without a status after which a rank counts as silent; it publishes one every 5 s."""
+_COMMANDS = ("preheat", "__main__.py")
+"""First words of the command of a run that `preheat train` resumes."""
 _MOST_KEPT = 16
 """Runs whose rendered sections and records stay in memory."""
 _SAMPLES = 6
@@ -111,16 +114,19 @@ class _Live:
 
     Attributes:
         unreachable: the reason why the run cannot be stopped from here; None: it can.
-        resume: arguments of preheat that resume it; none while it runs, and once it has finished.
+        resume_arguments: those of preheat that resume it; none while it runs, once it has finished, and for the run of
+            another program's loop.
         resume_command: the same as a shell command.
+        obstacle: the reason why the dashboard cannot resume it; None: it can.
     """
 
     run: RunSummary
     judgement: Judgement
     ranks: Sequence[_Rank]
     unreachable: str | None
-    resume: Sequence[str]
+    resume_arguments: Sequence[str]
     resume_command: str
+    obstacle: str | None
     share: float | None
 
 
@@ -159,27 +165,28 @@ _Value = TypeVar("_Value")
 
 async def _show(request: Request) -> Response:
     entry = await _find(request)
-    live, keys = await run_in_threadpool(lambda: (_read_live(entry), list_keys(entry)))
+    jobs = state_of(request).jobs
+    live, keys, trainings = await run_in_threadpool(
+        lambda: (_read_live(entry), list_keys(entry), jobs.list_trainings_of(entry.path))
+    )
     curves = [(key, title) for key, title in _CURVES.items() if key in keys or key == "loss"]
     more = [key for key in keys if key not in _CURVES]
-    trainings = state_of(request).jobs.list_trainings()
-    training = next((training.id for training in reversed(trainings) if training.run.resolve() == entry.path), None)
     return render(
         request,
         "run.html",
         entry=entry,
         curves=curves,
         more=more,
-        training=training,
-        unfinished=state_of(request).jobs.find_unfinished(entry.path),
+        training=trainings[-1] if trainings else None,
+        unfinished=next((training for training in trainings if training.is_unfinished), None),
         **vars(live),
     )
 
 
 async def _show_live(request: Request) -> Response:
     entry = await _find(request)
-    live = await run_in_threadpool(_read_live, entry)
-    unfinished = state_of(request).jobs.find_unfinished(entry.path)
+    jobs = state_of(request).jobs
+    live, unfinished = await run_in_threadpool(lambda: (_read_live(entry), jobs.find_unfinished(entry.path)))
     return render(request, "_run_live.html", entry=entry, unfinished=unfinished, **vars(live))
 
 
@@ -217,27 +224,22 @@ async def _resume(request: Request) -> Response:
 
 
 def _queue_resume(state: State, entry: RunEntry) -> Training:
-    """Queues the training that resumes a run, in the working folder in which the dashboard trained it before.
+    """Queues the training that resumes a run.
 
     Raises:
-        RunError: it runs, has finished or waits already, is in object storage, or needs code of its model's repository,
-            which only its user may trust.
+        RunError: it has an obstacle, waits or trains already, or the queue cannot be stored.
     """
     live = _read_live(entry)
-    if not live.resume:
-        raise RunError(f"The run is {live.run.state}, so there is nothing to resume")
-    if entry.url:
-        raise RunError("The run is in object storage: resume it in a terminal, on a machine that reaches the storage")
-    if "--trust-remote-code" in live.resume:
-        raise RunError("Its model runs code of its repository: resume it in a terminal, where you agree to that")
-    earlier = [training for training in state.jobs.list_trainings() if training.run.resolve() == entry.path]
-    logs = (entry.path.with_name(f"{entry.path.name}-resumed-{n}.log") for n in count(1))
+    if live.obstacle is not None:
+        raise RunError(live.obstacle)
+    if state.jobs.find_unfinished(entry.path) is not None:  # of another server, too
+        raise RunError("This run waits or trains already.")
+    logs = (entry.path.with_name(f"{entry.path.name}-resumed-{n}.log") for n in itertools.count(1))
     return state.jobs.queue_training(
         live.run.name,
-        live.resume,
+        live.resume_arguments,
         entry.path,
-        # Relative paths of a recipe are meant from where it was trained, or else from where the server was started.
-        cwd=earlier[-1].cwd if earlier else Path.cwd(),
+        cwd=create_empty_folder(),  # the paths of a run's recipe are absolute
         log=next(log for log in logs if not os.path.lexists(log)),
     )
 
@@ -271,10 +273,18 @@ def _read_live(entry: RunEntry) -> _Live:
             404, "This run does not exist any more: its folder was deleted, moved or renamed."
         ) from None
     share = min(1.0, run.step / run.steps) if run.step is not None and run.steps else None
-    can_resume = run.state not in ("running", "finished", "elsewhere")
-    resume = _list_resume_arguments(reader, entry.url) if can_resume else ()
-    command = shlex.join(("preheat", *resume))
-    return _Live(run, judgement, _list_ranks(status, time.time()), unreachable, resume, command, share)
+    has_ended_early = run.state not in ("running", "finished", "elsewhere")
+    arguments = _list_resume_arguments(reader, entry.url) if has_ended_early else ()
+    return _Live(
+        run,
+        judgement,
+        _list_ranks(status, time.time()),
+        unreachable,
+        arguments,
+        shlex.join(("preheat", *arguments)),
+        _find_obstacle(reader, entry, run.state, arguments),
+        share,
+    )
 
 
 def _collect_evidence(reader: Reader, run: RunSummary, *, is_live: bool) -> Evidence:
@@ -283,7 +293,7 @@ def _collect_evidence(reader: Reader, run: RunSummary, *, is_live: bool) -> Evid
         tokens_per_second=run.tokens_per_second,
         system=reader.newest_system()[-_SAMPLES:],
         is_live=is_live,
-        can_resume=run.state != "finished",
+        has_steps_left=run.state != "finished",
     )
 
 
@@ -338,16 +348,36 @@ def _list_ranks(status: ProcessStatus | None, now: float) -> list[_Rank]:
 
 
 def _list_resume_arguments(reader: Reader, url: str) -> Sequence[str]:
-    """Returns the arguments of preheat that resume a run with its own recipe."""
+    """Returns the arguments of preheat that resume a run with its own recipe; none for another program's loop."""
     environment = reader.environment
+    words = (environment.command or "preheat").split()
+    if words[0] not in _COMMANDS:
+        return ()
     arguments = ["train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
     if url:  # its recipe is there
         arguments = ["train", "--resume", url]
     if (processes := environment.processes or 1) > 1:
         arguments += ["--nproc", str(processes)]
-    if "--trust-remote-code" in (environment.command or "").split():
+    if "--trust-remote-code" in words:
         arguments.append("--trust-remote-code")
-    return arguments
+    plugins = [word for option, word in itertools.pairwise(words) if option == "--plugin"]
+    return [*(part for name in plugins for part in ("--plugin", name)), *arguments]
+
+
+def _find_obstacle(reader: Reader, entry: RunEntry, state: str, arguments: Sequence[str]) -> str | None:
+    """Returns the reason why the dashboard cannot resume a run; None: it can."""
+    command = (reader.environment.command or "").split()
+    if not arguments:
+        return f"The run is {state}, so there is nothing to resume here."
+    if entry.url:
+        return "The run is in object storage: resume it in a terminal, on a machine that reaches the storage."
+    if "--trust-remote-code" in arguments or "--plugin" in arguments:
+        return "The run executes code that is not preheat's: resume it in a terminal, where you agree to that."
+    if (reader.environment.processes or 1) > 1 and not any(word.startswith("--nproc") for word in command):
+        return "Another launcher started its processes: resume it with the same launcher."
+    if (reader.path / "checkpoints").is_symlink():
+        return "Its folder checkpoints is a link: resume it in a terminal."
+    return None
 
 
 def _group_marks(marks: Sequence[Mark]) -> list[_EventRow]:

@@ -14,18 +14,20 @@ from preheat.errors import RunError
 from preheat.report.formatting import relative_error
 from preheat.web.forms import read_form
 from preheat.web.index import summarize
-from preheat.web.jobs import JobState
 from preheat.web.labels import Labels, add_labels, change_labels, parse_tags
 from preheat.web.settings import state_of
 from preheat.web.templating import render
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from starlette.datastructures import QueryParams
     from starlette.requests import Request
     from starlette.responses import Response
 
     from preheat.web.catalogue import Catalogue
     from preheat.web.index import RunSummary
+    from preheat.web.jobs import Jobs, Training
 
 __all__ = ["routes"]
 
@@ -178,9 +180,8 @@ async def _render_runs(request: Request, shown: Filter, *, problems: Sequence[st
     catalogue = state_of(request).catalogue
     runs = await run_in_threadpool(list_summaries, catalogue)
     selected = shown.select(runs)
-    folders = {run.path for run in runs}
-    trainings = state_of(request).jobs.list_trainings()
-    unfinished = [training for training in trainings if training.state in (JobState.WAITING, JobState.RUNNING)]
+    jobs = state_of(request).jobs
+    starting = await run_in_threadpool(lambda: _list_starting(jobs, catalogue.folders, runs))
     return render(
         request,
         "runs.html",
@@ -196,10 +197,22 @@ async def _render_runs(request: Request, shown: Filter, *, problems: Sequence[st
         linked=catalogue.linked,
         remotes=state_of(request).remotes,
         compare_with_plan=compare_with_plan,
-        starting=[training for training in unfinished if training.run.resolve() not in folders],
+        starting=starting,
         problems=problems,
         done=done,
     )
+
+
+def _list_starting(jobs: Jobs, folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[Training]:
+    """Returns the trainings below these folders that wait or run and are no run yet."""
+    known = {run.path for run in runs}
+    return [
+        training
+        for training in jobs.list_trainings()
+        if training.is_unfinished
+        and (run := training.run.resolve()) not in known
+        and any(run.is_relative_to(folder) for folder in folders)
+    ]
 
 
 async def _change_several(request: Request) -> Response:

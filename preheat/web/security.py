@@ -56,7 +56,7 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        path = scope["path"]
+        path = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
         self._strip_prefix(scope)
         refusal = self._check(scope, path)
         if refusal is not None:
@@ -75,7 +75,7 @@ class Guard:
         """Returns the refusal of a request, or its redirection after the token in its URL; None: it may pass.
 
         Args:
-            path: as it came, perhaps with the prefix.
+            path: as it came, perhaps with the prefix, and with characters escaped.
         """
         headers, settings = Headers(scope=scope), self.settings
         host = headers.get("host", "")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from preheat.web.jobs import Job, Training
     from preheat.web.settings import State
 
-__all__ = ["routes"]
+__all__ = ["create_empty_folder", "routes"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 _SCHEDULERS = {"slurm": "Slurm", "kubernetes": "Kubernetes (Kubeflow)", "skypilot": "SkyPilot", "ray": "Ray"}
@@ -180,7 +180,7 @@ def _queue(state: State, form: Mapping[str, str]) -> Training:
     fields = {field.name: field for field in _list_fields(state, choices.recipes, "", is_planned=is_planned)}
     steps = read_number(form, fields["steps"])
     arguments = []
-    cwd = _create_empty_folder()
+    cwd = create_empty_folder()
     text = None
     if is_planned:
         text, recipe, name = read_recipe(state.jobs.find(form["plan"])), "", form.get("name", "")
@@ -215,7 +215,7 @@ def _queue(state: State, form: Mapping[str, str]) -> Training:
     return state.jobs.queue_training(name, command, run, cwd=cwd)
 
 
-def _create_empty_folder() -> Path:
+def create_empty_folder() -> Path:
     """Returns an empty working folder, in which no name of a model on the hub is a path."""
     folder = cache_folder().resolve() / "ui" / "empty"
     make_private(folder)

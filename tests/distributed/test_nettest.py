@@ -49,7 +49,7 @@ def test_all_ranks_compare_sizes_with_the_smallest_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     place = collective_bench._Topology(0, 2, 1, (0, 1), ("a", "b"))
     task = collective_bench.Task(("all_reduce",), (1 << 20,), "gloo")
-    with pytest.raises(RecipeError, match=r"--sizes: .* of 1 MiB"):
+    with pytest.raises(RecipeError, match=r"--sizes: .* of 1\.00 MiB"):
         collective_bench._check_room(task, place, torch.device("cpu"))
 
 
@@ -114,7 +114,7 @@ def test_what_it_refuses_is_one_line(tmp_path: Path) -> None:
             (
                 start("--nproc", "2", "--sizes", "1KiB-1TiB"),
                 2,
-                "--sizes: 1 TiB takes 2 buffers on each of 2 processes",
+                "--sizes: 1,024 GiB takes 2 buffers on each of 2 processes",
             ),
             (
                 start_alone("--timeout", "2", **nobody, MASTER_PORT=port, RANK="0"),

@@ -115,7 +115,7 @@ def find_subject(
         **METHODS[method],
     }
     # The user has not seen this recipe: errors name the option in place of a line.
-    sources = {("batch", "seq_len"): f"--length {length}"} if length else {}
+    sources: dict[tuple[str, ...], str] = {("batch", "seq_len"): f"--length {length}"} if length else {}
     named = recipes.read_values(values, where=what or "the model", sources=sources, overrides=overrides, warn=True)
     return Subject(_check_batch_tokens(named, batch_tokens), False, checkpoint)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.core import Device, Phase
 from preheat.core.run_records import Environment, Fallback, OutOfMemory
-from preheat.core.units import format_bytes
+from preheat.core.units import format_memory
 from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.cuda_driver import has_cuda
@@ -157,6 +157,6 @@ def suggest_allocator_settings(failure: OutOfMemory) -> dict[str, str] | None:
     return {
         "set": "hardware.segments=expandable",
         "or": f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:{size}",
-        "why": f"{format_bytes(idle)} were reserved and not used, in blocks of at most "
-        f"{format_bytes(counters['largest_free'])}, when {format_bytes(requested)} were asked for",
+        "why": f"{format_memory(idle / GIB)} were reserved and not used, in blocks of at most "
+        f"{format_memory(counters['largest_free'] / GIB)}, when {format_memory(requested / GIB)} were asked for",
     }

@@ -132,7 +132,7 @@ def test_guides_come_first_and_the_home_page_names_every_page() -> None:
     entries = yaml.safe_load((ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     sections = [next(iter(entry)) for entry in entries]
     assert sections.index("Guides") < sections.index("Techniques")
-    home = builder().place_links((ROOT / "docs/pages/index.md").read_text(encoding="utf-8"))
+    home = builder().rewrite_links((ROOT / "docs/pages/index.md").read_text(encoding="utf-8"))
     listed = [
         page
         for entry in entries

@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from preheat.core.run_records import Resumed, Started, Stopping
 from preheat.errors import RunError
+from preheat.run.writer import Writer
 from preheat.web import jobs as jobs_module
 from preheat.web.jobs import Jobs, JobState, read_answer, read_running_training
 
@@ -57,7 +59,7 @@ def test_a_program_that_cannot_be_started_is_named(jobs: Jobs, tmp_path: Path, m
     monkeypatch.setattr(jobs_module, "tie_to_parent", list)
     job = jobs.start("Models", ["models", "--json"])
     assert job.wait(10)
-    assert f"{python}: Permission denied; start preheat ui again" in job.problem
+    assert f"{python}: Permission denied; create or allow it" in job.problem
     training = jobs.queue_training("r", ["train", "r.yaml"], tmp_path / "r")
     wait_for(lambda: training.state is JobState.FAILED)
     assert f"{python}: Permission denied" in training.problem
@@ -172,6 +174,29 @@ def test_the_next_server_goes_on_with_the_queue(jobs: Jobs, tmp_path: Path) -> N
     last = open_queue(runs)
     assert [(t.title, t.state) for t in last.list_trainings()] == [("a", JobState.FAILED), ("b", JobState.FAILED)]
     last.close()
+
+
+def test_the_end_of_an_earlier_session_is_not_that_of_a_resumed_training(jobs: Jobs, tmp_path: Path) -> None:
+    run = tmp_path / "runs/a"
+    writer = Writer(run)
+    writer.write_text("recipe.yaml", "name: a\n")
+    writer.write_event(Started(step=0))
+    writer.write_event(Stopping(signal="SIGTERM", step=4))
+    writer.write_event(Resumed(step=4))
+    writer.close()
+    before = open_queue(run.parent)
+    training = before.queue_training("a", ["train", "--", "no-such-recipe"], run, log=run.with_name("a-resumed-1.log"))
+    wait_for(lambda: training.state is JobState.FAILED)
+    before.close()
+    (file,) = (tmp_path / "cache/ui").rglob("*.json")
+    # As the file is while the training runs, after its server and the training itself were killed.
+    file.write_text(file.read_text().replace('"failed"', '"running"'))
+    later = open_queue(run.parent)
+    (ended,) = later.list_trainings()
+    assert ended.log == run.with_name("a-resumed-1.log")
+    wait_for(lambda: ended.state is JobState.FAILED)
+    assert "records no end" in ended.problem
+    later.close()
 
 
 def test_the_folder_of_a_refused_job_is_removed(jobs: Jobs) -> None:

@@ -82,8 +82,8 @@ class Client:
         assert response.status_code == status, response.text
         return response.text
 
-    def post(self, part: str, status: int = 200) -> str:
-        response = self.http.post(self.url + part, headers={"X-CSRF-Token": self.settings.csrf_token})
+    def post(self, part: str, status: int = 200, **form: str) -> str:
+        response = self.http.post(self.url + part, data=form, headers={"X-CSRF-Token": self.settings.csrf_token})
         assert response.status_code == status, response.text
         return response.text
 
@@ -113,14 +113,23 @@ def test_the_page_says_state_judgement_and_the_command_that_resumes(run: Path, c
 
 
 def test_a_stopped_run_is_queued_again_in_its_folder(run: Path, client: Client) -> None:
-    assert 'id="resume-here"' in client.get()
     # Its command trusted code; only a user may do that again.
-    assert "Its model runs code of its repository: resume it in a terminal" in client.post("/resume")
-    (run / "environment.json").write_text("{}")
+    assert "executes code that is not preheat" in client.post("/resume")
+    for environment, obstacle in (
+        (Environment(processes=2, command="preheat train r.yaml"), "Another launcher started its processes"),
+        (Environment(processes=1, command="my_loop.py"), "nothing to resume here"),
+        (Environment(processes=1, command="preheat --plugin mine train r.yaml"), "executes code that is not preheat"),
+    ):
+        (run / "environment.json").write_text(to_json(environment))
+        assert obstacle in client.post("/resume")
+        assert 'id="resume-here"' not in client.get("/live")
+    (run / "environment.json").write_text(to_json(Environment(processes=1, command="__main__.py train r.yaml")))
+    assert 'id="resume-here"' in client.get("/live")
     (run.parent / f"{run.name}-resumed-1.log").write_text("an earlier one\n")
     message = html.unescape(client.post("/resume"))
     assert f"its output is in {run.name}-resumed-2.log" in message
-    assert "this run waits or trains already" in client.post("/resume")
+    assert "This run waits or trains already" in client.post("/resume")
+    assert "a training of it waits or runs; cancel it" in client.post("/delete", 422, typed=run.name)
     jobs = client.http.app.state.ui.jobs  # type: ignore[attr-defined]
     (training,) = jobs.list_trainings()
     assert training.arguments == ("train", str(run / "recipe.yaml"), "--out", str(run), "--resume")
@@ -144,7 +153,7 @@ def test_a_finished_run_and_one_that_is_read_only_are_not_resumed(run: Path) -> 
     writer.close()
     client = Client(run)
     assert 'id="resume-here"' not in client.get()
-    assert "The run is finished, so there is nothing to resume" in client.post("/resume")
+    assert "The run is finished, so there is nothing to resume here" in client.post("/resume")
     assert "run it again with --profile 5" in client.get()
 
 
