@@ -99,7 +99,7 @@ def test_a_run_is_watched_saved_stopped_in_another_tab_resumed_to_its_end_and_ki
         wait_for_step(page, last + 50)
         page.get_by_role("button", name="Stop").click()
         expect(state).to_have_attribute("data-state", "stopped", timeout=60_000)
-        assert "resum" in run.with_name("small-resumed-1.log").read_text()
+        assert "saving step" in run.with_name("small-resumed-1.log").read_text()
     finally:
         process.kill()
         process.communicate()

@@ -19,6 +19,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, close_session, constants, hf_hub_download
 
+from preheat.core.units import format_memory
+
 from .conftest import Command
 from .test_export import base_of
 
@@ -279,7 +281,7 @@ def test_exports_are_pushed_and_read_back(preheat: Command, hub: Hub, tmp_path: 
         for words in (
             "- data: `text`, 40 rows read, ",
             f"| validation: loss | {figures[0]:.5g} | {figures[1]:.5g} |",
-            f"| peak memory | {plan['peak_gib'] * 1024:.0f} MiB | ",
+            f"| peak memory | {format_memory(plan['peak_gib'])} | ",
             "folder: trackers",
         ):
             assert words in card.text, words

@@ -184,7 +184,7 @@ def half_and_half(*events: TraceEvent, data: float = 0) -> list[TraceEvent]:
         (
             half_and_half(operator("aten::mm", 0, 700), operator("aten::add_", 700, 1000)),
             planned(matmul=0.9, optimizer=0.1),
-            "The optimizer takes 30 % of the step, planned 10 % (0.3 ms instead of 100 ms).",
+            "The optimizer takes 30 % of the step, planned 10 % (300 µs instead of 100 ms).",
         ),
         (
             half_and_half(operator("aten::mm", 400, 1000), data=400),
@@ -198,13 +198,13 @@ def half_and_half(*events: TraceEvent, data: float = 0) -> list[TraceEvent]:
             ),
             planned(attention=0.5, host_only=0.5),
             "Attention runs with the math kernel, which stores all scores: 50 % of the step, planned 50 % "
-            "(0.5 ms instead of 500 ms); efficient_attention would avoid about 30 % of the step.",
+            "(500 µs instead of 500 ms); efficient_attention would avoid about 30 % of the step.",
         ),
         (
             half_and_half(operator("aten::mm", 0, 600)),
             planned(matmul=0.58, host_only=0.42),
             "No part has a share that is 5 % of the step above the planned one. Matmuls take 60 % of the step, planned "
-            "58 % (0.6 ms instead of 580 ms).",
+            "58 % (600 µs instead of 580 ms).",
         ),
         (
             half_and_half(operator("aten::mm", 0, 600)),
