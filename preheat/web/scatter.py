@@ -92,7 +92,9 @@ def arrange(points: Sequence[Point], available_gib: float) -> Scatter:
             # The estimates below the rest, the chosen one on top; within each from left to right, as arrow keys go.
             for p in sorted(points, key=lambda p: (("guess", "tried", "best").index(p.kind), p.gib))
         ),
-        x_ticks=tuple(Tick(place_x(value), format_gib(value)) for value in x_values),
+        x_ticks=tuple(
+            Tick(place_x(value), f"{value:,.4g} GiB" if value >= 1 else format_gib(value)) for value in x_values
+        ),
         y_ticks=tuple(Tick(place_y(value), format_grouped(value)) for value in list_ticks(0.0, most)),
         limit=Tick(place_x(available_gib), format_gib(available_gib)) if low <= available_gib <= high else None,
     )

@@ -26,6 +26,7 @@ def test_from_a_plan_to_a_chat(page: Page, dashboard: Dashboard, browser: Browse
     points = page.get_by_role("group", name="All candidates")
     points.locator("circle.best").focus()
     chosen = page.locator("#candidate h3")
+    expect(page.locator("#candidate")).to_contain_text("chosen")
     before = chosen.inner_text()
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
