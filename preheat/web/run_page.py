@@ -350,30 +350,31 @@ def _list_ranks(status: ProcessStatus | None, now: float) -> list[_Rank]:
 def _list_resume_arguments(reader: Reader, url: str) -> Sequence[str]:
     """Returns the arguments of preheat that resume a run with its own recipe; none for another program's loop."""
     environment = reader.environment
-    words = (environment.command or "preheat").split()
-    if words[0] not in _COMMANDS:
+    argv = (environment.command or "").split()
+    if argv and argv[0] not in _COMMANDS:
         return ()
     arguments = ["train", str(reader.path / "recipe.yaml"), "--out", str(reader.path), "--resume"]
     if url:  # its recipe is there
         arguments = ["train", "--resume", url]
     if (processes := environment.processes or 1) > 1:
         arguments += ["--nproc", str(processes)]
-    if "--trust-remote-code" in words:
+    if "--trust-remote-code" in argv:
         arguments.append("--trust-remote-code")
-    plugins = [word for option, word in itertools.pairwise(words) if option == "--plugin"]
-    return [*(part for name in plugins for part in ("--plugin", name)), *arguments]
+    plugins = [value for option, value in itertools.pairwise(argv) if option == "--plugin"]
+    plugins += [argument.removeprefix("--plugin=") for argument in argv if argument.startswith("--plugin=")]
+    return [*(f"--plugin={name}" for name in plugins), *arguments]
 
 
 def _find_obstacle(reader: Reader, entry: RunEntry, state: str, arguments: Sequence[str]) -> str | None:
     """Returns the reason why the dashboard cannot resume a run; None: it can."""
-    command = (reader.environment.command or "").split()
+    argv = (reader.environment.command or "").split()
     if not arguments:
         return f"The run is {state}, so there is nothing to resume here."
     if entry.url:
         return "The run is in object storage: resume it in a terminal, on a machine that reaches the storage."
-    if "--trust-remote-code" in arguments or "--plugin" in arguments:
+    if any(argument.startswith(("--trust-remote-code", "--plugin=")) for argument in arguments):
         return "The run executes code that is not preheat's: resume it in a terminal, where you agree to that."
-    if (reader.environment.processes or 1) > 1 and not any(word.startswith("--nproc") for word in command):
+    if (reader.environment.processes or 1) > 1 and not any(part.startswith("--nproc") for part in argv):
         return "Another launcher started its processes: resume it with the same launcher."
     if (reader.path / "checkpoints").is_symlink():
         return "Its folder checkpoints is a link: resume it in a terminal."

@@ -19,6 +19,7 @@ from preheat.report.formatting import (
     format_loss,
     format_percent,
     format_signed_percent,
+    read_number,
 )
 from preheat.sanitize import shorten
 from preheat.web.settings import state_of
@@ -53,9 +54,10 @@ def _environment() -> Environment:
     return environment
 
 
-def _format_whole_seconds(seconds: float) -> str:
+def _format_whole_seconds(seconds: object) -> str:
     """Returns a time that has passed or is left; fractions of a second would only flicker on a live page."""
-    return format_duration(round(seconds))
+    finite = read_number(seconds)
+    return format_duration(None if finite is None else round(finite))
 
 
 def format_age(time_: float | None) -> str:

@@ -33,6 +33,7 @@ from preheat.web.app import create_app
 from preheat.web.catalogue import Catalogue
 from preheat.web.jobs import JobState
 from preheat.web.settings import Settings
+from preheat.web.templating import _format_whole_seconds
 
 from ..plans import values_of
 
@@ -110,6 +111,9 @@ def test_the_page_says_state_judgement_and_the_command_that_resumes(run: Path, c
         *("preheat", "train", str(run / "recipe.yaml"), "--out", str(run), "--resume"),
         *("--nproc", "2", "--trust-remote-code"),
     ]
+    # A damaged record of the command.
+    (run / "environment.json").write_text(to_json(Environment(command="  ")))
+    assert 'id="resume-command"' in client.get()
 
 
 def test_a_stopped_run_is_queued_again_in_its_folder(run: Path, client: Client) -> None:
@@ -119,6 +123,7 @@ def test_a_stopped_run_is_queued_again_in_its_folder(run: Path, client: Client) 
         (Environment(processes=2, command="preheat train r.yaml"), "Another launcher started its processes"),
         (Environment(processes=1, command="my_loop.py"), "nothing to resume here"),
         (Environment(processes=1, command="preheat --plugin mine train r.yaml"), "executes code that is not preheat"),
+        (Environment(processes=1, command="preheat --plugin=mine train r.yaml"), "executes code that is not preheat"),
     ):
         (run / "environment.json").write_text(to_json(environment))
         assert obstacle in client.post("/resume")
@@ -225,3 +230,11 @@ def test_damaged_files_are_named_and_the_rest_is_shown(run: Path, client: Client
     (run / "status.json").write_text("[]")
     assert "no plan of this version" in client.get()
     assert "plan.json: left out" in client.get("/details")
+
+
+def test_a_time_that_is_no_number_is_not_shown_as_one() -> None:
+    """Files of runs may hold anything; a page must not fail by it."""
+    assert [_format_whole_seconds(s) for s in (0.4, 75.2, None, float("nan"), float("inf"))] == [
+        *("0 s", "1 min 15 s"),
+        *("not recorded",) * 3,
+    ]
