@@ -1,17 +1,22 @@
-"""Speed of a training that browsers watch, or that trackers follow, against the same training alone, in alternation.
+"""Speed of trainings that browsers watch, or that trackers follow, against the same training alone.
 
-    python benchmarks/watched.py [--by nobody browsers mlflow swanlab ...] [--pairs N] [--steps N]
-                                 [--out benchmarks/results/watched]
+    python benchmarks/watched.py [--by nobody browsers mlflow swanlab ...] [--rounds N] [--out benchmarks/results/watched]
 
-Writes OUT.json after each pair, from which a restart goes on, and OUT.md. `nobody` is a second training alone: the
-noise of the machine. `failing` and `hanging` are trackers that raise an error and that sleep for a minute. The training
-has the first core to itself; trackers, server and browsers have the others, as they would on a machine with free cores.
+All trainings are started, and then one at a time runs for a few steps, in a new order each round, while the others are
+stopped (SIGSTOP) with all that follows them. So a change of the machine's speed, which between two whole trainings is
+several times the effect, meets all of them alike. `nobody` is a second training alone: the noise. `failing` and
+`hanging` are trackers that raise an error and that sleep for a minute. The training has the first core to itself;
+trackers, server and browsers have the others, as they would on a machine with free cores.
+
+Writes OUT.json after each round and OUT.md at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -22,38 +27,94 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, Playwright, sync_playwright
 
 BROWSERS = 4
-SKIPPED = 5
-"""First steps, which are slower."""
+TURN = 7
+"""Steps of a turn. The first is not counted: it spans the pause."""
 TRACKERS = ("mlflow", "swanlab", "tensorboard", "trackio", "wandb", "failing", "hanging")
 WATCHERS = ("nobody", "browsers", *TRACKERS)
 FAULTY = Path(__file__).parents[1] / "tests/e2e/faulty_trackers.py"
 ALL_CORES = sorted(os.sched_getaffinity(0))
 
 
-def start_training(folder: Path, name: str, steps: int, by: str) -> subprocess.Popen[bytes]:
-    settings = [f"stop.max_steps={steps}", "stop.hours=null", "evaluate.every=0", "checkpoint.every=0"]
-    tracked = ["--track", by, "--set", "tracking.wait=0"] if by in TRACKERS else []
-    command = [
-        sys.executable,
-        "-m",
-        "preheat",
-        "--plugin",
-        "faulty_trackers",
-        "train",
-        "demo",
-        "--out",
-        f"runs/{name}",
-        *tracked,
-    ]
+@dataclass
+class Training:
+    """A training of the demo, and the processes that follow it."""
+
+    by: str
+    run: Path
+    log: Path
+    process: psutil.Popen
+    watchers: list[psutil.Process] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+
+    def _tree(self) -> list[psutil.Process]:
+        tree: list[psutil.Process] = []
+        for root in (psutil.Process(self.process.pid), *self.watchers):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a browser's helper that has ended
+                tree += [root, *root.children(recursive=True)]
+        return tree
+
+    def _signal(self, name: str) -> None:
+        for process in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(process, name)()
+
+    def pause(self) -> None:
+        self._signal("suspend")
+
+    def go(self) -> None:
+        self._signal("resume")
+
+    def kill(self) -> None:
+        self._signal("kill")
+        self.process.wait()
+
+    def move_followers(self) -> None:
+        """Moves the trackers' processes off the training's core."""
+        for child in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.cpu_affinity(ALL_CORES[1:])
+
+    def seconds(self) -> list[float]:
+        if not (self.run / "metrics.jsonl").exists():
+            return []
+        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        return [step["seconds"] for step in map(json.loads, lines) if "seconds" in step]
+
+    def wait_for(self, count: int) -> list[float]:
+        """Waits until `count` steps are written, and returns the seconds of all."""
+        while len(seconds := self.seconds()) < count:
+            assert self.process.poll() is None, self.log.read_text()
+            self.move_followers()
+            time.sleep(0.3)
+        return seconds
+
+    def take_turn(self) -> float:
+        """Runs for a turn, and returns the median seconds of its steps."""
+        known = len(self.seconds())
+        self.go()
+        seconds = self.wait_for(known + TURN)
+        self.pause()
+        return statistics.median(seconds[known + 1 : known + TURN])
+
+
+def start_training(folder: Path, by: str) -> Training:
+    settings = ["stop.max_steps=100000", "stop.hours=null", "evaluate.every=0", "checkpoint.every=0"]
+    command = [sys.executable, "-m", "preheat", "--plugin", "faulty_trackers", "train", "demo"]
+    command += ["--out", f"runs/run-{by}"]
+    if by in TRACKERS:
+        command += ["--track", by, "--set", "tracking.wait=0"]
     for setting in settings:
         command += ["--set", setting]
-    return subprocess.Popen(
+    log = folder / f"{by}.log"
+    process = psutil.Popen(
         ["taskset", "--cpu-list", str(ALL_CORES[0]), *command],
         cwd=folder,
         env={
@@ -65,139 +126,124 @@ def start_training(folder: Path, name: str, steps: int, by: str) -> subprocess.P
             "SWANLAB_MODE": "offline",
         },
         stdout=subprocess.DEVNULL,
-        stderr=(folder / f"{name}.log").open("wb"),
+        stderr=log.open("wb"),
     )
+    return Training(by, folder / f"runs/run-{by}", log, process)
 
 
-def start_server(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    others = ",".join(map(str, ALL_CORES[1:]))
-    server = subprocess.Popen(
-        ["taskset", "--cpu-list", others, sys.executable, "-m", "preheat", "ui", "runs", "--port", "0"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout is not None
-    return server, server.stdout.readline().removeprefix("preheat ui: ").strip()
-
-
-def read_seconds(run: Path) -> list[float]:
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [step["seconds"] for step in steps if "seconds" in step][SKIPPED:]
-
-
-def move_children(training: psutil.Process) -> None:
-    """Moves the trackers' processes off the training's core; a process that just ended is no matter."""
-    for child in training.children(recursive=True):
-        try:
-            child.cpu_affinity(ALL_CORES[1:])
-        except psutil.NoSuchProcess:
-            continue
-
-
-def watch(process: subprocess.Popen[bytes], name: str, steps: int, url: str) -> None:
-    """Follows the run's page in four browsers until it ends, and checks that each showed the last step."""
+def open_browsers(training: Training, folder: Path, playwright: Playwright) -> None:
+    """Starts a server for the training and opens the run's page in four browsers."""
     browser_path = shutil.which("chromium")
     assert browser_path is not None, "needs chromium"
-    os.sched_setaffinity(0, ALL_CORES[1:])  # inherited by the browsers
-    with sync_playwright() as playwright:
-        pages: list[Page] = []
-        for _ in range(BROWSERS):
-            page = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"]).new_page()
-            page.goto(url)
-            page.get_by_role("link", name=name, exact=True).first.click()
-            pages.append(page)
-        while process.poll() is None:
-            pages[0].wait_for_timeout(500)
-        pages[0].wait_for_timeout(3000)
-        for page in pages:
+    others = ",".join(map(str, ALL_CORES[1:]))
+    command = [sys.executable, "-m", "preheat", "ui", "runs", "--port", "0"]
+    server = psutil.Popen(["taskset", "--cpu-list", others, *command], cwd=folder, stdout=subprocess.PIPE, text=True)
+    training.watchers.append(psutil.Process(server.pid))
+    url = server.stdout.readline().removeprefix("preheat ui: ").strip()
+    before = set(psutil.Process().children(recursive=True))
+    for _ in range(BROWSERS):
+        page = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"]).new_page()
+        page.goto(url)
+        page.get_by_role("link", name=training.run.name, exact=True).first.click()
+        training.pages.append(page)
+    started = set(psutil.Process().children(recursive=True)) - before
+    training.watchers += [process for process in started if "chromium" in " ".join(process.cmdline()[:1])]
+
+
+def check_followed(training: Training) -> None:
+    """Checks that the watcher did follow: a page shows the last step, a tracker has its record."""
+    if training.by in TRACKERS:
+        assert (training.run / "tracking").is_dir(), f"{training.by} did not follow the run"
+    if training.pages:
+        training.go()
+        training.process.suspend()
+        training.pages[0].wait_for_timeout(5000)
+        last = len(training.seconds())
+        for page in training.pages:
             shown = page.locator("main").inner_text()
-            assert re.search(rf"\b{steps}\b", shown), f"a page did not show the last step: {shown[:500]}"
-    os.sched_setaffinity(0, ALL_CORES)
+            assert re.search(rf"\b{last}\b", shown), f"a page did not show step {last}: {shown[:500]}"
 
 
-def measure(folder: Path, name: str, steps: int, by: str) -> float:
-    """Trains and returns the median seconds of a step."""
-    server, url = start_server(folder) if by == "browsers" else (None, "")
-    process = start_training(folder, name, steps, by)
-    run = folder / "runs" / name
-    try:
-        while not (run / "metrics.jsonl").exists():
-            assert process.poll() is None, (folder / f"{name}.log").read_text()
-            time.sleep(0.2)
-        if by == "browsers":
-            watch(process, name, steps, url)
-        elif by in TRACKERS:
-            training = psutil.Process(process.pid)
-            while process.poll() is None:
-                move_children(training)
-                time.sleep(0.5)
-        process.wait()
-    finally:
-        if server is not None:
-            server.terminate()
-            server.wait()
-    assert process.returncode == 0, (folder / f"{name}.log").read_text()
-    if by in TRACKERS:
-        assert (run / "tracking").is_dir(), f"{by} did not follow the run"
-    return statistics.median(read_seconds(run))
-
-
-def measure_pair(number: int, steps: int, by: str) -> tuple[float, float]:
+@contextlib.contextmanager
+def started(names: list[str]) -> Iterator[list[Training]]:
+    """Starts all trainings, each until its first steps are done, and pauses them."""
     folder = Path(tempfile.mkdtemp(prefix="preheat-watched-"))
+    trainings: list[Training] = []
     try:
         (folder / "runs").mkdir()
         shutil.copy(FAULTY, folder)
-        order = ["alone", by]
-        random.Random(f"{by} {number}").shuffle(order)
-        seconds = {watcher: measure(folder, f"run-{watcher}", steps, watcher) for watcher in order}
-        return seconds["alone"], seconds[by]
+        with sync_playwright() as playwright:
+            # The driver and the browsers inherit the watchers' cores.
+            os.sched_setaffinity(0, ALL_CORES[1:])
+            for name in names:
+                training = start_training(folder, name)
+                trainings.append(training)
+                training.wait_for(1)
+                if name == "browsers":
+                    open_browsers(training, folder, playwright)
+                training.wait_for(TURN)
+                training.pause()
+                print(f"{name}: started", file=sys.stderr, flush=True)
+            yield trainings
+            for training in trainings:
+                check_followed(training)
     finally:
+        for training in trainings:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                training.kill()
         shutil.rmtree(folder, ignore_errors=True)  # a tracker may still write there
 
 
-def write_table(pairs: dict[str, list[tuple[float, float]]], steps: int, out: Path) -> None:
-    lines = [
-        "# A training that is watched, against the same training alone",
-        "",
-        "| watched by | median | least to most | pairs |",
-        "|---|---|---|---|",
-    ]
-    for by, measured in pairs.items():
-        slower = [100 * (watched / alone - 1) for alone, watched in measured]
+def find_median_interval(values: list[float]) -> tuple[float, float]:
+    """Returns the order statistics that hold the median with 95 % (sign test), the extremes if there are too few."""
+    ordered, n = sorted(values), len(values)
+    lowest, tail = 0, 0.0
+    for k in range(n // 2):
+        tail += math.comb(n, k) / 2**n
+        if tail > 0.025:
+            break
+        lowest = k
+    return ordered[lowest], ordered[n - 1 - lowest]
+
+
+def write_table(rounds: list[dict[str, float]], out: Path) -> None:
+    lines = ["| watched by | slower | 95 % interval | rounds |", "|---|---|---|---|"]
+    for by in [name for name in rounds[0] if name != "alone"]:
+        slower = [100 * (measured[by] / measured["alone"] - 1) for measured in rounds]
+        low, high = find_median_interval(slower)
         name = f"{BROWSERS} browsers" if by == "browsers" else by
-        lines.append(
-            f"| {name} | {statistics.median(slower):+.1f} % | {min(slower):+.1f} to {max(slower):+.1f} % | {len(slower)} |"
-        )
-    lines += [
-        "",
-        f"`python benchmarks/watched.py`: the demo for {steps} steps, one thread on a core of its own, the watchers on the others of",
-        f"{len(ALL_CORES)} cores ({platform.processor() or platform.machine()}); time of the median step, positive is slower. `nobody` is a second training alone: the noise.",
-    ]
-    out.write_text("\n".join(lines) + "\n")
+        lines.append(f"| {name} | {statistics.median(slower):+.2f} % | {low:+.2f} to {high:+.2f} % | {len(slower)} |")
+    table = "\n".join(lines)
+    alone = statistics.median(measured["alone"] for measured in rounds)
+    text = f"""# A training that is watched, against the same training alone
+
+{table}
+
+`python benchmarks/watched.py`: the demo ({alone:.2f} s a step), one thread on a core of its own, the watchers on the others of
+{len(ALL_CORES)} cores ({platform.processor() or platform.machine()}). All trainings take turns of {TURN - 1} counted steps; the figure is the median over the rounds of a
+turn's median step against the turn alone of the same round. `nobody` is a second training alone: the noise.
+"""
+    out.write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by", nargs="+", choices=WATCHERS, default=WATCHERS)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/watched"))
     arguments = parser.parse_args()
     if len(ALL_CORES) < 2:
         sys.exit("watched.py needs two cores: one for the training, one for what watches it")
-    record = arguments.out.with_suffix(".json")
-    pairs: dict[str, list[tuple[float, float]]] = json.loads(record.read_text()) if record.exists() else {}
-    # Pairs of all watchers in turn: a machine that becomes slower meets them all.
-    for number in range(arguments.pairs):
-        for by in arguments.by:
-            if len(pairs.setdefault(by, [])) > number:
-                continue
-            alone, watched = measure_pair(number, arguments.steps, by)
-            pairs[by].append((alone, watched))
-            record.write_text(json.dumps(pairs, indent=1) + "\n")
-            write_table(pairs, arguments.steps, arguments.out.with_suffix(".md"))
-            print(f"{by}, pair {number + 1}: alone {alone:.4f} s a step, watched {watched:.4f} s", flush=True)
+    rounds: list[dict[str, float]] = []
+    names = ["alone", *arguments.by]
+    with started(names) as trainings:
+        for number in range(arguments.rounds):
+            order = random.Random(number).sample(trainings, len(trainings))
+            measured = {training.by: training.take_turn() for training in order}
+            rounds.append({name: measured[name] for name in names})
+            arguments.out.with_suffix(".json").write_text(json.dumps(rounds, indent=1) + "\n")
+            print(f"round {number + 1}: " + ", ".join(f"{k} {v:.4f}" for k, v in rounds[-1].items()), flush=True)
+    write_table(rounds, arguments.out.with_suffix(".md"))
 
 
 if __name__ == "__main__":
