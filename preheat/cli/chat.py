@@ -59,8 +59,8 @@ def chat(
             "--json",
             help=(
                 'Read a JSON object per line, such as {"message": "Hello"} or {"reset": true}, and write one per line: '
-                "ready, text as it is generated, answer, error. A model without a chat template continues each message "
-                "as plain text."
+                "ready, the request, text as it is generated, answer, error. A model without a chat template continues "
+                "each message as plain text."
             ),
         ),
     ] = False,

@@ -1,7 +1,9 @@
 """`preheat chat --json`: a chat for programs, with one JSON object per line in and out.
 
 in   {"message": TEXT}   {"system": TEXT}   {"reset": true}
-out  {"ready": {...}}    {"text": PART} ... {"answer": {...}}    {"error": TEXT}
+out  {"ready": {...}}    {"request": {...}}   {"text": PART} ... {"answer": {...}}   {"error": TEXT}
+
+A valid request is written back before its answer, so that the output alone is the whole conversation.
 """
 
 from __future__ import annotations
@@ -88,7 +90,10 @@ def _answer_lines(speak: Callable[[tuple[str, str]], None]) -> None:
             continue
         try:
             with raise_keyboard_interrupt():
-                speak(_read_request(line))
+                request = _read_request(line)
+                key, text = request
+                _write({"request": {key: text or True}})
+                speak(request)
         except KeyboardInterrupt:
             _write({"error": "interrupted; the text so far stays in the conversation"})
         except PreheatError as error:
@@ -173,5 +178,5 @@ def _open_chat(
     return converse
 
 
-def _write(record: dict[str, str | _Answer | _Ready]) -> None:
+def _write(record: dict[str, str | dict[str, str | bool] | _Answer | _Ready]) -> None:
     say(to_json(record))

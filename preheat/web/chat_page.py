@@ -85,7 +85,11 @@ async def _show(request: Request) -> Response:
     values = clean_values(request.query_params.multi_items())
     await run_in_threadpool(state_of(request).catalogue.update_for, values.get("a", ""))
     fields = await run_in_threadpool(_list_fields, state_of(request))
-    return render(request, "chat.html", fields=fill(fields, values))
+    try:
+        jobs = _find_chats(state_of(request), values.get("chats", ""))
+    except HTTPException:
+        jobs = []  # it ended long ago: the form opens it again
+    return render(request, "chat.html", fields=fill(fields, values), jobs=jobs)
 
 
 async def _open(request: Request) -> Response:
@@ -100,6 +104,8 @@ async def _open(request: Request) -> Response:
         )
     response: Response = render(request, "_chat.html", jobs=jobs)
     values = {field.name: form[field.name] for field in fields if field.name in form}
+    # With the chats' names, so that a reload shows the conversation again.
+    values["chats"] = ",".join(job.id for job in jobs)
     response.headers["hx-push-url"] = build_url(request, "/chat", **values)
     return response
 
@@ -147,6 +153,18 @@ def _find_path(state: State, id: str) -> str:
     return entry.url or str(entry.path)
 
 
+def _find_chats(state: State, ids: str) -> list[Job]:
+    """Returns the chats of a page, two at most.
+
+    Raises:
+        HTTPException: 404, one does not exist any more.
+    """
+    jobs = [state.jobs.find(id) for id in ids.split(",")[:2] if id]
+    if not all(job.talks for job in jobs):
+        raise HTTPException(404, "This is no chat; open one.")
+    return jobs
+
+
 async def _say(request: Request) -> Response:
     job = state_of(request).jobs.find(request.path_params["id"])
     form = await read_values(request)
@@ -174,7 +192,7 @@ async def _stream(request: Request) -> Response:
     """
     if len(_open_streams) >= _MOST_STREAMS:
         raise HTTPException(503, f"{_MOST_STREAMS} chats are open already; close some of these pages.")
-    jobs = [state_of(request).jobs.find(id) for id in request.query_params.get("chats", "").split(",")[:2]]
+    jobs = _find_chats(state_of(request), request.query_params.get("chats", ""))
     last = request.headers.get("last-event-id", "").split(",")
     offsets = [int(text) for text in last if text.isascii() and text.isdigit() and len(text) < 16]
     if len(offsets) != len(jobs):

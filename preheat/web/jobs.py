@@ -79,6 +79,7 @@ class Job:
         folder: for the files that it writes; deleted with the job.
         key: the question that it answers; None: it is not asked twice.
         idle_s: seconds without `touch` after which it is ended.
+        talks: it reads requests from its standard input.
         problem: why it failed, in one sentence; "" if it did not.
         exit_code: negative for a signal; None while it runs.
     """
@@ -87,7 +88,7 @@ class Job:
         self.id = secrets.token_urlsafe(9)
         self.title, self.folder, self.limit_s, self.key = title, folder, limit_s, key
         self._cwd = cwd or folder
-        self.idle_s = math.inf
+        self.idle_s, self.talks = math.inf, False
         self._touched = time.monotonic()
         self.started = time.time()
         self.ended: float | None = None
@@ -183,14 +184,14 @@ class Job:
         with self._changed:
             return self._changed.wait_for(lambda: not self.is_running, timeout)
 
-    def _run(self, command: Sequence[str], *, talks: bool) -> None:
+    def _run(self, command: Sequence[str]) -> None:
         """Runs the command to its end, in a thread of its own, with which Linux ends the process."""
         try:
             process = subprocess.Popen(
                 tie_to_parent(command),
                 cwd=self._cwd,
                 env=_environment(),
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self.talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -413,7 +414,7 @@ class Jobs:
             RunError: too many commands run.
         """
         job = Job(title, folder or self._create_folder(), limit_s or self._limit_s, cwd=cwd, key=key)
-        job.idle_s = idle_s
+        job.idle_s, job.talks = idle_s, talks
         with self._lock:
             for other in self._answers.values():
                 if key is not None and other.key == key and (other.is_running or other.exit_code in (0, 3)):
@@ -428,7 +429,7 @@ class Jobs:
             for old in ended[: max(0, len(ended) - _RECENT)]:
                 del self._answers[old.id]
                 shutil.rmtree(old.folder, ignore_errors=True)
-        threading.Thread(target=job._run, args=(_command(arguments),), kwargs={"talks": talks}, daemon=True).start()
+        threading.Thread(target=job._run, args=(_command(arguments),), daemon=True).start()
         return job
 
     def ask_once(self, arguments: Sequence[str]) -> object:

@@ -36,5 +36,13 @@ def test_an_answer_is_stopped_and_the_next_one_begins(page: Page, dashboard: Das
         answer = answers.nth(n).inner_text()
         page.wait_for_timeout(1000)
         assert answers.nth(n).inner_text() == answer
+    # A reload shows the same conversation, and continues it.
+    turns = page.locator(".turn pre").all_inner_texts()
+    assert (turns[0], turns[2], len(turns)) == ("the", "of", 4)
+    page.reload()
+    expect(page.locator(".turn pre")).to_have_text(turns, timeout=PATIENCE_MS)
+    expect(side).to_have_attribute("data-state", "ready")
+    page.get_by_role("button", name="Start over").click()
+    expect(page.locator(".turn")).to_have_count(0)
     page.get_by_role("button", name="End", exact=True).click()
     expect(page.get_by_text("The chat has ended; open it again.")).to_be_visible()

@@ -270,6 +270,8 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     assert ready["ready"]["step"] == 3
     assert ready["ready"]["format"] == "chat, alpaca, as the run was trained"
     assert "must have one of the keys message, system, reset" in error["error"]
+    asked = {"message": "What is 3?"}
+    assert [part["request"] for part in parts if "request" in part] == [asked, {"reset": True}, asked]
     answers = [part["answer"]["text"] for part in parts if "answer" in part]
     assert answers == [chat["text"]] * 2
     assert "".join(part.get("text", "") for part in parts) == 2 * chat["text"]
@@ -298,6 +300,7 @@ def test_ctrl_c_ends_an_answer_of_a_chat_for_programs_and_nothing_between_answer
                 chat.send_signal(signal.SIGINT)  # meant for an answer that has just ended
                 chat.stdin.write('{"message": "the"}\n')
                 chat.stdin.flush()
+                assert json.loads(chat.stdout.readline()) == {"request": {"message": "the"}}
                 assert "text" in json.loads(chat.stdout.readline())
                 chat.send_signal(signal.SIGINT)
                 rest = iter(lambda: json.loads(chat.stdout.readline()), {"error": INTERRUPTED})

@@ -47,7 +47,13 @@ function showArrived(side) {
 function showRecord(side, record) {
   const status = side.querySelector("[data-part=status]");
   const turns = side.querySelector("[data-part=turns]");
-  if (record.ready) {
+  // A request comes back when the model's process reads it: a page that was loaded again shows it like a new one.
+  if (record.request) {
+    if (record.request.reset) turns.replaceChildren();
+    if (record.request.message === undefined) return;
+    side.dataset.state = "busy";
+    addTurn(side, "user", record.request.message);
+  } else if (record.ready) {
     side.dataset.state = "ready";
     status.textContent = (record.ready.step === null ? "" : `Step ${record.ready.step.toLocaleString("en")}; `) + record.ready.format;
   } else if (record.text !== undefined) {
@@ -104,8 +110,8 @@ function listen(chat, sides) {
 }
 
 let stream = null;
-document.addEventListener("htmx:afterSettle", (event) => {
-  const chat = event.target.querySelector?.("#chat");
+function openChat(place) {
+  const chat = place.querySelector?.("#chat");
   if (!chat || chat.dataset.isOpen) return;
   chat.dataset.isOpen = "yes";
   stream?.close();
@@ -127,11 +133,10 @@ document.addEventListener("htmx:afterSettle", (event) => {
     message.value = "";
     for (const side of sides.filter((other) => other.dataset.state === "ready")) {
       side.dataset.state = "busy";
-      addTurn(side, "user", text);
       const reply = await post(side, "say", { message: text });
       if (!reply.ok) {
-        side.querySelector("[data-part=status]").textContent = "The message did not arrive; the chat has ended.";
-        side.dataset.state = "ended";
+        endSide(side, "The message did not arrive; the chat has ended.", true);
+        message.value = text;
       }
     }
     showState(chat);
@@ -140,14 +145,13 @@ document.addEventListener("htmx:afterSettle", (event) => {
     button.addEventListener("click", () => {
       const action = button.dataset.action;
       for (const side of sides.filter((other) => other.dataset.state !== "ended")) {
-        if (action === "reset") {
-          post(side, "say", { reset: "yes" });
-          side.querySelector("[data-part=turns]").replaceChildren();
-        } else {
-          post(side, action);
-        }
+        if (action === "reset") post(side, "say", { reset: "yes" });
+        else post(side, action);
       }
       message.focus();
     });
   }
-});
+}
+
+document.addEventListener("htmx:afterSettle", (event) => openChat(event.target));
+openChat(document);
