@@ -746,6 +746,7 @@ def _measure_in_process(
     """Measures in a child process, which also stores the rates, except partial ones of a busy machine.
 
     Args:
+        progress: progress callback; None: the progress is logged.
         partial: only some sizes are measured.
         known: rates of other sizes, which the result contains.
 
@@ -779,8 +780,8 @@ def _measure_in_process(
                 message = json.loads(line)
                 if isinstance(message, dict):
                     measured = parse(message)
-                elif progress is not None:
-                    progress(*message)
+                else:
+                    (progress or _log_progress)(*message)
         # Ctrl-C too must not leave a child behind that uses all cores.
         except BaseException:
             child.kill()  # Popen.__exit__ waits for it
@@ -792,6 +793,10 @@ def _measure_in_process(
         raise RunError(f"measuring the rates of this machine failed: {last}")
     assert measured is not None, "the child ended well and sent no rates"
     return measured
+
+
+def _log_progress(what: str, done: float) -> None:
+    _log.info("measuring this machine: %s (%.0f %%)", what, 100 * done, extra={"done": done})
 
 
 def _run_child() -> None:

@@ -1,4 +1,4 @@
-"""Prints warnings that the library logs on standard error, each once and on one line."""
+"""Prints on standard error what the library logs: warnings, each once and on one line, and a measurement's progress."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import logging
 import os
 from collections.abc import Iterator
 
-from preheat.cli.views.output import say
+from preheat.cli.views.output import print_progress, say
 
 __all__ = ["show_warnings"]
 
 
 class _Lines(logging.Handler):
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING:
+            _show_progress(record)
+            return
         # One line per warning, so that a log can be searched by lines.
         line = " ".join(record.getMessage().split())
         # A library may log the same warning for each layer.
@@ -26,11 +29,18 @@ class _Lines(logging.Handler):
             say(f"warning: {line}", error=True)
 
 
+def _show_progress(record: logging.LogRecord) -> None:
+    done = getattr(record, "done", None)
+    if isinstance(done, float):
+        print_progress(record.getMessage() if done < 1 else "")
+
+
 @contextlib.contextmanager
 def show_warnings() -> Iterator[None]:
-    """Context manager that prints the library's logged warnings."""
+    """Context manager that prints the library's logged warnings, and its progress while it measures this machine."""
     log, lines = logging.getLogger("preheat"), _Lines()
     before = log.propagate
+    logging.getLogger("preheat.hardware.benchmark_rates").setLevel(logging.INFO)
     log.addHandler(lines)
     log.propagate = False  # else a root handler would print it a second time
     try:
