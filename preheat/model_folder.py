@@ -49,8 +49,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DEQUANTIZED = ("fp8", "mxfp4")
 """`quant_method` of the published checkpoints (DeepSeek-V3, gpt-oss) that are read in full precision, dequantized."""
 
-PACKED = ("awq", "compressed-tensors", "fp8", "gptq")
-"""`quant_method` of the published checkpoints whose linear layers can stay packed in memory, frozen."""
+PACKED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
+"""`quant_method` of the published checkpoints whose linear layers, or experts, can stay packed in memory, frozen."""
 
 STORED = "preheat"
 """`quant_method` of the models that preheat writes."""

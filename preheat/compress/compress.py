@@ -266,7 +266,6 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Pat
     from preheat.ops.adapters.peft_layers import names_of
     from preheat.ops.classification_head import ClassHead
     from preheat.ops.quantization.serialization import is_compressed
-    from preheat.ops.quantization.stored import has_stored_layers
 
     model: PreTrainedModel = opened.build.trained[0]
     if isinstance(head(model), ClassHead):
@@ -281,11 +280,8 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Pat
         )
     if is_compressed(model):
         raise RecipeError(f"{source}: is compressed already; name the original model")
-    if has_stored_layers(model) and not names_of(model):
-        raise RecipeError(
-            f"{source}: is stored in {opened.build.weights.quantization['quant_method']} already; name the original "
-            "model"
-        )
+    if (stored := opened.build.weights.packed_method) and not names_of(model):
+        raise RecipeError(f"{source}: is stored in {stored} already; name the original model")
     if opened.build.model.vision:
         raise RecipeError(
             f"{source}: reads images, and only text is measured here; compressing such models is not supported yet"

@@ -378,9 +378,10 @@ def _prepare_quantized_layers(
     Raises:
         RecipeError: the folder's quantization is not supported.
     """
+    from torch import nn
+
     from preheat.ops.adapters.peft_layers import count_parameters
     from preheat.ops.quantization.folder_formats import read_folder_format
-    from preheat.ops.quantization.stored import pack_
 
     stored = stored_quantization(config)
     # With `dequantized` the configuration does not have it any more; transformers' rules dequantize FP8 and MXFP4.
@@ -390,18 +391,18 @@ def _prepare_quantized_layers(
     folder = read_folder_format(recipe.model.path, read)
     layers = weights.find_layers(model, folder)
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in layers}
-    shapes = {name: (module.out_features, module.in_features) for name, module in modules.items()}
+    shapes = {
+        name: (module.out_features, module.in_features)
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear)
+    }
     # Runs and exports of this build are not stored in that quantization format.
     for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
         vars(part).pop("quantization_config", None)
     # The head's weight is read by losses and samplers, also in chunks.
     full = {name for name, module in modules.items() if not stays_packed or module is hf.head(model)}
     weights.dequantize({name: layers[name] for name in full}, shapes)
-    packed = {
-        pack_(modules[name], stored_as.form(shapes[name])): stored_as
-        for name, stored_as in layers.items()
-        if name not in full
-    }
+    packed = {stored_as.pack_(modules[name]): stored_as for name, stored_as in layers.items() if name not in full}
     weights.keep_packed(packed.items())
     if not packed:
         return None
@@ -409,8 +410,9 @@ def _prepare_quantized_layers(
     size = sum(module.count_packed_bytes() for module in packed) / count
     rest = count_parameters(model)[1] - count
     note = f"; {folder.note}" if folder.note else ""
+    kinds = f"{len(packed)} linear maps" if folder.experts is None else f"the experts of {len(packed)} layers"
     return Change(
-        f"{len(packed)} linear maps stay in {folder.method} ({folder.label}), frozen: {count:,} weights at {size:.3f} "
+        f"{kinds} stay in {folder.method} ({folder.label}), frozen: {count:,} weights at {size:.3f} "
         f"bytes; {rest:,} are not quantized{note}",
         len(packed),
     )

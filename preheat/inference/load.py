@@ -298,7 +298,7 @@ def _load_adapter(path: Path, base: str | None, on: DeviceKind | None) -> Loaded
     from preheat.models.adapter_targets import require_adaptable
     from preheat.models.text_part import name_in_text
     from preheat.ops.adapters.peft_io import put_in, read_folder
-    from preheat.ops.quantization.nf4 import pack_
+    from preheat.ops.quantization.packed_experts import pack_modules_
     from preheat.ops.quantization.serialization import is_compressed
 
     folder = read_folder(path, "adapter")
@@ -330,7 +330,7 @@ def _load_adapter(path: Path, base: str | None, on: DeviceKind | None) -> Loaded
         folder = folder.on_text_part(name_in_text)
     # Rounds the base as in training, since the adapter corrects the rounded weights.
     if packed := folder.written.get("nf4"):
-        pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])
+        pack_modules_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])
     try:
         require_adaptable(model, folder.config)
     except SettingError as error:

@@ -178,7 +178,12 @@ def has_stacked_experts(kind: type[PretrainedConfig]) -> bool:
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
     """Each layer's experts: modules of stacked weights whose function transformers' registry gives."""
-    return [m for m in model.modules() if hasattr(m, "is_transposed") and "down_proj" in m._parameters]
+    return [m for m in model.modules() if hasattr(m, "is_transposed") and _has_stack(m)]
+
+
+def _has_stack(module: nn.Module) -> bool:
+    # Packed stacks (ops/quantization/packed_experts.py) are no parameters.
+    return "down_proj" in module._parameters or "down_proj" in getattr(module, "packed_shapes", ())
 
 
 def all_experts(model: nn.Module) -> list[nn.Module]:

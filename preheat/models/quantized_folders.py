@@ -27,15 +27,21 @@ __all__ = [
 
 LAYER_KEYS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
-    *("weight_scale_inv", "weight_zero_point", "weight_g_idx"),
+    *("weight_scale_inv", "weight_zero_point", "weight_g_idx", "SCB"),
+    *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
+    "weight.quant_state.bitsandbytes__nf4",
+    *("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
 )
 """Last parts of the names of a quantized layer's tensors."""
-LAYER_MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+LAYER_MARKS = (
+    *(".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight.absmax", ".SCB"),
+    *(".gate_up_proj_blocks", ".down_proj_blocks"),
+)
 """Ends of the names of tensors that only a quantized layer has."""
 
 
 class Format(Protocol):
-    """The interface of ops.quantization.folder_formats.LayerFormat: the format of one quantized layer."""
+    """The interface of ops.quantization.folder_formats.LayerFormat and Nf4Format: the format of a quantized layer."""
 
     @property
     def codes_key(self) -> str: ...
@@ -43,11 +49,14 @@ class Format(Protocol):
     @property
     def scale_keys(self) -> tuple[str, ...]: ...
 
+    @property
+    def raw_key(self) -> str: ...
+
     def with_scales_in(self, dtype: str) -> Format: ...
 
-    def form(self, shape: tuple[int, int]) -> Any: ...
+    def pack_(self, module: Any) -> PackedLayer: ...
 
-    def convert(self, read: Callable[[str], Tensor | None], shape: tuple[int, int]) -> Any: ...
+    def convert(self, read: Callable[[str], Tensor | None], shape: Any) -> Any: ...
 
     def dequantize(self, read: Callable[[str], Tensor | None], shape: tuple[int, int]) -> Tensor: ...
 
@@ -64,14 +73,21 @@ class Folder(Protocol):
     @property
     def format_of(self) -> Callable[[str], Format | None]: ...
 
+    @property
+    def experts(self) -> Format | None: ...
+
 
 class PackedLayer(Protocol):
     """A layer that holds its weight in the packed form that `Format.convert` returns."""
 
     @property
-    def full_shape(self) -> tuple[int, int]: ...
+    def full_shape(self) -> Any: ...
 
     def fill_(self, tensors: Any) -> None: ...
+
+    def count_packed(self) -> tuple[int, int]: ...
+
+    def count_packed_bytes(self) -> int: ...
 
 
 def stored_quantization(config: PretrainedConfig) -> JsonObject:
@@ -92,7 +108,7 @@ def packed_method(config: PretrainedConfig) -> str:
 
 
 def choose_layers(model: PreTrainedModel, folder: Folder, has: Callable[[str], bool] | None) -> dict[str, Format]:
-    """Returns the format of each linear layer that a folder has quantized, by the layer's name.
+    """Returns the format of each linear layer, and of each layer's experts, that a folder has quantized, by its name.
 
     Args:
         model: on meta.
@@ -106,10 +122,13 @@ def choose_layers(model: PreTrainedModel, folder: Folder, has: Callable[[str], b
     from preheat.models.module_lookup import head
     from preheat.models.moe import experts_of
 
-    last = head(model)
+    last, experts = head(model), {id(module) for module in experts_of(model)}
     layers = {}
     for name, module in model.named_modules():
-        chosen = folder.format_of(name) if type(module) is nn.Linear else None
+        if id(module) in experts:
+            chosen = folder.experts
+        else:
+            chosen = folder.format_of(name) if type(module) is nn.Linear else None
         if chosen is None:
             continue
         # The files decide: not every folder names all layers that it leaves out.
@@ -120,7 +139,6 @@ def choose_layers(model: PreTrainedModel, folder: Folder, has: Callable[[str], b
             else has(f"{name}.{keys[0]}") and any(has(f"{name}.{key}") for key in keys[1:])
         ):
             layers[name] = chosen
-    experts = {id(module) for module in experts_of(model)}
     # FP8 experts are read in full precision, by transformers' own rules.
     for name, module in model.named_modules() if has is None and folder.method != "fp8" else ():
         if id(module) in experts and folder.format_of(f"{name}.0.down_proj") is not None:
@@ -143,11 +161,10 @@ def find_unknown_layer(model: PreTrainedModel, names: Mapping[str, str], layers:
     experts = {id(module) for module in experts_of(model)}
     stacks = tuple(f"{name}." for name, module in modules.items() if id(module) in experts)
     for key, name in names.items():
-        layer = name.rpartition(".")[0]
-        if (
-            name.endswith(LAYER_MARKS)
-            and layer not in layers
-            and (layer in modules or (stacks and layer.startswith(stacks)))
-        ):
+        mark = next(filter(name.endswith, LAYER_MARKS), None)
+        if mark is None:
+            continue
+        layer = name.removesuffix(mark)
+        if layer not in layers and (layer in modules or (stacks and layer.startswith(stacks))):
             return key
     return None

@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -48,10 +48,13 @@ _log = logging.getLogger("preheat.weights")  # shown by the command line; other 
 
 
 class Packed(Protocol):
-    """A module whose `weight` is packed in other tensors."""
+    """A module whose weights are packed in other tensors."""
 
-    def written(self) -> AbstractContextManager[Tensor]:
-        """Context manager with the full weight to write to; packs it on exit."""
+    @property
+    def weight_names(self) -> tuple[str, ...]: ...
+
+    def written(self, name: str) -> AbstractContextManager[Tensor]:
+        """Context manager with a full weight to write to; packs it on exit."""
 
 
 def materialize(
@@ -249,7 +252,7 @@ class WeightSource:
         self.fresh(pattern, (), lambda module: None)
 
     def find_layers(self, model: PreTrainedModel, folder: Folder) -> dict[str, Format]:
-        """Returns the quantized linear layers of a model on meta, by their names.
+        """Returns the quantized linear layers, and layers' quantized experts, of a model on meta, by their names.
 
         Raises:
             RecipeError: the files have quantized tensors for which the model has no linear layer (stacked experts), or
@@ -259,8 +262,10 @@ class WeightSource:
 
         names = None
         if self._files:
-            linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-            places = {f"{name}.{key}" for name in linear for key in LAYER_KEYS}
+            experts = {id(module) for module in moe.experts_of(model)}
+            modules = model.named_modules()
+            chosen = [name for name, module in modules if type(module) is nn.Linear or id(module) in experts]
+            places = {f"{name}.{key}" for name in chosen for key in LAYER_KEYS}
             # Without rules that dequantize: these join the tensors of a layer.
             names = self._find_names(model, quantized={}, places=places)
         try:
@@ -296,29 +301,34 @@ class WeightSource:
             "reads quantized linear layers, but not experts in one matrix); name the original model"
         )
 
+    @property
+    def packed_method(self) -> str:
+        """The `quant_method` of the folder if layers stay packed as it has them; "": none do."""
+        return str(self.quantization["quant_method"]) if self._formats else ""
+
     def keep_packed(self, layers: Iterable[tuple[PackedLayer, Format]]) -> None:
         """Registers layers whose tensors are read as they are stored."""
         self._formats |= {id(module): stored for module, stored in layers}
-        self.fresh(r"\.packed_", (), lambda module: None)
+        self.fresh(r"\.(?:packed|nf4|mxfp4)_", (), lambda module: None)
 
     def dequantize(self, layers: Mapping[str, Format], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Registers layers whose weights are dequantized to fp32 when they are read."""
 
         def make(name: str) -> Tensor:
             layer = name.removesuffix(".weight")
-            return self._read_layer(layer, shapes[layer], layers[layer].dequantize)
+            return self._read_layer(layer, shapes[layer], layers[layer], layers[layer].dequantize)
 
         if layers:
             self.compose(rf"^(?:{'|'.join(map(re.escape, layers))})\.weight$", make)
 
     def _read_layer(
-        self, name: str, shape: tuple[int, int], convert: Callable[[Callable[[str], Tensor | None], tuple[int, int]], T]
+        self, name: str, shape: Any, stored: Format, convert: Callable[[Callable[[str], Tensor | None], Any], T]
     ) -> T:
-        """Returns what `convert` makes of the tensors of a quantized layer."""
+        """Returns what `convert` makes of the tensors of a quantized layer, in the format `stored`."""
 
         def read(part: str) -> Tensor | None:
             key = self._layer_keys.get(f"{name}.{part}")
-            return None if key is None else self._read_tensor(key)
+            return None if key is None else self._read_tensor(key, raw=part == stored.raw_key)
 
         try:
             return convert(read, shape)
@@ -444,8 +454,10 @@ class WeightSource:
             low_precision = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
             for p, low in low_precision.values():
                 p.data = low.float()
-            packed = self._packed.get(id(module))
-            with packed.written() if packed else nullcontext():
+            with ExitStack() as open_weights:
+                if packed := self._packed.get(id(module)):
+                    for weight in packed.weight_names:
+                        open_weights.enter_context(packed.written(weight))
                 model._init_weights(module)
             for p, low in low_precision.values():
                 low.copy_(p.data)
@@ -474,14 +486,15 @@ class WeightSource:
         # Packed weights are assembled in full precision and quantized when the context exits.
         for name, module in model.named_modules():
             if packed := self._packed.get(id(module)):
-                with packed.written() as weight:
-                    read(f"{name}.weight", weight)
+                for weight in packed.weight_names:
+                    with packed.written(weight) as full:
+                        read(f"{name}.{weight}", full)
         for name, module in model.named_modules():
             if stored_format := self._formats.get(id(module)):
                 self._fill_layer(_strip_wrappers(f"{name}.")[:-1], module, stored_format)  # type: ignore[arg-type]
         names.mark_read(self._layer_keys.values())
         for owner, module in _find_initializers(model, model):  # buffers that no checkpoint has, such as rotary tables
-            if id(module) not in self._packed:
+            if id(module) not in self._packed and id(module) not in self._formats:
                 with _remove_placeholders(module):
                     owner._init_weights(module)
         # After the initializers, so that the checkpoint's buffers win over computed ones.
@@ -498,7 +511,7 @@ class WeightSource:
         self._tell_left(everything, names)
 
     def _fill_layer(self, name: str, layer: PackedLayer, stored: Format) -> None:
-        tensors = self._read_layer(name, layer.full_shape, stored.convert)
+        tensors = self._read_layer(name, layer.full_shape, stored, stored.convert)
         try:
             layer.fill_(tensors)
         except ValueError as error:
@@ -642,7 +655,10 @@ class WeightSource:
             # `state_dict` adds the buffers that are saved.
             places |= {_strip_wrappers(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
             places |= {
-                f"{_strip_wrappers(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed
+                f"{_strip_wrappers(name)}.{weight}"
+                for name, module in part.named_modules()
+                if (packed := self._packed.get(id(module)))
+                for weight in packed.weight_names
             }
             for pair in getattr(part, "all_tied_weights_keys", {}).items():
                 places |= set(pair)
@@ -698,9 +714,16 @@ class WeightSource:
             raise RecipeError(f"{self.knob}: {self.folder} has no {name}")
         return self._read_value(name, stored)
 
-    def _read_tensor(self, key: str, *, limit: bool = False) -> Tensor:
+    def _read_tensor(self, key: str, *, limit: bool = False, raw: bool = False) -> Tensor:
+        """Returns a tensor of the files.
+
+        Args:
+            raw: it holds bytes, of whatever dtype it is.
+        """
         file = self._files[key]
         with open_tensors(file, self.knob) as opened:
+            if raw:
+                return opened.get_tensor(key)
             return check_finite(opened.get_tensor(key), key, file, self.knob, limit=limit)
 
     def _poison(self, model: PreTrainedModel) -> None:

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTER",
     "EXCHANGE",
+    "PACKED",
     "Exchange",
     "ExpertAdapter",
     "compute_experts",
     "group_rows",
+    "grouped_back",
     "grouped_linear",
+    "shape_of_stack",
     "stacks_of",
 ]
 
@@ -34,6 +37,9 @@ ADAPTER = "preheat_adapter"
 
 EXCHANGE = "preheat_exchange"
 """Attribute of experts that are sharded over devices: the `Exchange`."""
+
+PACKED = "packed_shapes"
+"""Attribute of experts whose stacks are packed (ops/quantization/packed_experts.py): the shape of each, by its name."""
 
 # Custom operators, because torch's `_grouped_mm` has no fake implementation for fp32 or for widths that are not
 # multiples of 16 bytes, and no FLOP formula.
@@ -236,6 +242,11 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return cast(Tensor, _multiply_groups(rows, weight, ends))
 
 
+def grouped_back(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies each row [n, out] by the transpose of its expert's matrix: the gradient of `grouped_linear`'s rows."""
+    return cast(Tensor, _scatter_rows(rows, weight, ends))
+
+
 def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts rows by expert.
 
@@ -270,6 +281,8 @@ class Experts(Protocol):
     has_post_expert_norm: bool
     is_transposed: bool
 
+    def multiply_packed(self, name: str, rows: Tensor, ends: Tensor, /) -> Tensor: ...
+
     def act_fn(self, inner: Tensor, /) -> Tensor: ...
 
     def post_expert_norm(self, out: Tensor, /) -> Tensor: ...
@@ -298,7 +311,8 @@ def compute_experts(
     # tokens * k rows, sorted by expert
     order, place, counts = group_rows(chosen.flatten(), experts.num_experts)
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    stored = hidden.dtype if hasattr(experts, PACKED) else experts.down_proj.dtype
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else stored
     # Row i of the flattened choices is of token i // k.
     rows = hidden.to(dtype)[order // chosen.shape[1]]
     if exchange is None:
@@ -354,9 +368,12 @@ def _product(experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
 
 def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     """Multiplies rows by the weight stack `name` and adds its bias and LoRA, if any."""
-    weight = local(getattr(experts, name)).to(rows.dtype)
-    # gpt-oss stores [experts, in, out].
-    out = grouped_linear(rows, weight.transpose(1, 2) if experts.is_transposed else weight, ends)
+    if hasattr(experts, PACKED):
+        out: Tensor = experts.multiply_packed(name, rows, ends)
+    else:
+        weight = local(getattr(experts, name)).to(rows.dtype)
+        # gpt-oss stores [experts, in, out].
+        out = grouped_linear(rows, weight.transpose(1, 2) if experts.is_transposed else weight, ends)
     if experts.has_bias:
         bias = local(getattr(experts, f"{name}_bias"))
         # [rows]: the first expert whose end lies behind the row
@@ -376,7 +393,15 @@ def stacks_of(experts: nn.Module) -> tuple[str, ...]:
 
     Each is [experts, out, in], or [experts, in, out] if the module says `is_transposed`.
     """
-    return tuple(name for name in _STACKS if name in experts._parameters)
+    return tuple(name for name in _STACKS if name in experts._parameters or name in getattr(experts, PACKED, ()))
+
+
+def shape_of_stack(experts: nn.Module, name: str) -> tuple[int, int, int]:
+    """Returns the number of experts, outputs and inputs of a weight stack, without dequantizing a packed one."""
+    packed = getattr(experts, PACKED, None)
+    count, *sides = packed[name] if packed else experts.get_parameter(name).shape
+    into, out = sides if experts.is_transposed else reversed(sides)
+    return count, out, into
 
 
 class ExpertAdapter:

@@ -102,6 +102,10 @@ class ExpertParallel(Searchable):
             return [f"shards experts, and {model.family} has none; leave it out"]
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
+        if model.quantized == "mxfp4":
+            return [
+                "cannot split experts that stay packed in mxfp4; set model.quantized_weights: dequantized, or use fsdp"
+            ]
         devices, degree = _count_devices(sizes), self.expert_degree(sizes)
         if devices < 2:
             return [

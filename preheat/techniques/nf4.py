@@ -2,13 +2,13 @@
 
 What: stores the weights of the linear layers in NF4, 16 levels at the quantiles of a normal distribution, with one
 scale per 64 weights; the scales are quantized to 8 bits: 0.516 bytes per weight. Forward and backward dequantize each
-weight while they use it. Embedding, head, norms and biases are not quantized. Adapters are trained on top: `lora` with
-`nf4` is QLoRA (with `variant: dora`, QDoRA).
+weight while they use it. Experts are quantized too, except with `expert_parallel`, which moves whole experts.
+Embedding, head, routers, norms and biases are not. Adapters are trained on top: `lora` with `nf4` is QLoRA (with
+`variant: dora`, QDoRA).
 Helps: the base needs an eighth of its fp32 and a quarter of its bf16 memory, so that larger models fit.
 Hurts: each use of a weight dequantizes it, which slows steps down (most on short batches); the base is rounded (by
-about 9 % of a weight's norm), and an adapter is trained to fit that rounded base. Experts in one three-dimensional
-parameter are not linear layers and are not quantized. Merging gives full-precision weights: those of the rounded base
-plus the adapter.
+about 9 % of a weight's norm), and an adapter is trained to fit that rounded base. Merging gives full-precision weights:
+those of the rounded base plus the adapter.
 Source: QLoRA, Dettmers et al. 2023 (arXiv:2305.14314); the 8-bit scales: Dettmers et al. 2021 (arXiv:2110.02861).
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Searchable, Stage, Tag, Trials
 from preheat.sanitize import quote_value
@@ -29,21 +29,24 @@ __all__ = ["Nf4", "dequantize_from_nf4", "quantize_to_nf4"]
 
 
 def quantize_to_nf4(
-    model: nn.Module, *, double_quantization: bool = True, keep: str | tuple[str, ...] = ()
+    model: nn.Module, *, double_quantization: bool = True, keep: str | tuple[str, ...] = (), experts: bool = True
 ) -> list[str]:
-    """Quantizes a transformers model's linear layers, except its head, to NF4, in place; on meta only their shapes.
+    """Quantizes a transformers model's linear layers, except its head, and its experts to NF4, in place; on meta only
+    their shapes.
 
     They cannot be trained any more: add an adapter next.
 
     Args:
         keep: further layers to leave out: a regular expression for module names, or their last parts
             (`("down_proj",)`).
+        experts: quantize experts whose matrices are one parameter, which `preheat.ops.grouped_mm.compute_experts`
+            computes.
 
     Returns:
         Names of the quantized modules.
 
     Raises:
-        ValueError: `keep` matches no linear layer, or all of them.
+        ValueError: `keep` matches no layer, or all of them.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,10 +60,16 @@ def quantize_to_nf4(
     from transformers.pytorch_utils import Conv1D
 
     from preheat.models.hf import head
-    from preheat.ops.quantization.nf4 import pack_
+    from preheat.models.moe import experts_of
+    from preheat.ops.quantization.packed_experts import pack_modules_
 
     last = head(model)  # type: ignore[arg-type]
-    maps = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
+    stacked = {id(m) for m in experts_of(model)} if experts else set()
+    maps = {
+        name: m
+        for name, m in model.named_modules()
+        if (type(m) in (nn.Linear, Conv1D) and m is not last) or id(m) in stacked
+    }
     try:
         excluded = {name for name in maps if _is_matching(name, keep)}
     except re.error as error:
@@ -70,8 +79,8 @@ def quantize_to_nf4(
     chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
         raise ValueError(f"keep: {quote_value(keep)} leaves no linear map to quantize")
-    # [out, in] weights become packed bytes and scales, two values in a byte.
-    pack_(list(chosen.values()), double=double_quantization)
+    # Weights become packed bytes and scales, two values in a byte.
+    pack_modules_(list(chosen.values()), double=double_quantization)
     return list(chosen)
 
 
@@ -83,11 +92,12 @@ def _is_matching(name: str, keep: str | tuple[str, ...]) -> bool:
 
 def dequantize_from_nf4(model: nn.Module) -> int:
     """Dequantizes every NF4 layer to a plain one in fp32, in place. Returns their number."""
-    from preheat.ops.quantization.nf4 import PackedMap, unpack_
+    from preheat.ops.quantization.nf4 import PackedMap
+    from preheat.ops.quantization.packed_experts import Nf4Experts
 
-    packed = [m for m in model.modules() if isinstance(m, PackedMap)]
+    packed = [m for m in model.modules() if isinstance(m, (PackedMap, Nf4Experts))]
     for module in packed:
-        unpack_(module)
+        module.unpack_()
     return len(packed)
 
 
@@ -107,26 +117,34 @@ class Nf4(Searchable):
     double_quantization: bool = True
     """Quantize the scales too: 0.516 bytes per weight instead of 0.5625."""
     keep: str | tuple[str, ...] = ()
-    """Linear layers besides the head that are not quantized: a regular expression for module names, or a list of their
-    last parts."""
+    """Linear layers besides the head, and experts, that are not quantized: a regular expression for module names, or a
+    list of their last parts."""
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.errors import RecipeError
         from preheat.ops.adapters.peft_layers import count_parameters
+        from preheat.ops.quantization.packed_experts import Nf4Experts
 
         try:
-            names = quantize_to_nf4(part, double_quantization=self.double_quantization, keep=self.keep)
+            names = quantize_to_nf4(
+                part,
+                double_quantization=self.double_quantization,
+                keep=self.keep,
+                experts=Tag.SHARDED_EXPERTS not in build.tags,
+            )
         except ValueError as error:
             raise RecipeError(f"techniques.nf4.{error}") from None
-        modules = [part.get_submodule(name) for name in names]
+        modules: list[Any] = [part.get_submodule(name) for name in names]
         # The weights are quantized as they are read from the folder.
         build.weights.pack(modules, r"\.nf4_")
         # The original shapes, which the packed parameters no longer have.
-        weights = sum(m.nf4_shape[0] * m.nf4_shape[1] for m in modules)
-        packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
+        weights = sum(m.count_weights() for m in modules)
+        packed_bytes = sum(m.count_packed_bytes() for m in modules)
         rest = count_parameters(part)[1] - weights
+        experts = sum(isinstance(m, Nf4Experts) for m in modules)
+        layers = f" and the experts of {experts} layers" if experts else ""
         return Change(
-            f"{len(names)} linear maps in NF4: {weights:,} weights at "
+            f"{len(names) - experts} linear maps{layers} in NF4: {weights:,} weights at "
             f"{packed_bytes / weights:.3f} bytes; {rest:,} stay as they are",
             len(names),
         )

@@ -31,7 +31,6 @@ from preheat.ops.classification_head import ClassHead, convert_to_sequence_class
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.packed import unpack_all_
 from preheat.ops.quantization.serialization import is_compressed
-from preheat.ops.quantization.stored import has_stored_layers
 from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
@@ -115,9 +114,9 @@ def write_held(
         raise RunError(
             f"{run}: is compressed, and quantized weights cannot be written in other formats; export the original model"
         )
-    if dtype is None and has_stored_layers(model):
+    if dtype is None and (stored := opened.build.weights.packed_method):
         raise RunError(
-            f"{run}: its base is stored in {opened.build.weights.quantization['quant_method']}, in which an adapter "
+            f"{run}: its base is stored in {stored}, in which an adapter "
             "cannot be merged; write full weights with --dtype bfloat16, or the adapter alone with --to peft"
         )
     # Before `unfake_` and `merge`: the run's perplexity is that of the model as it was trained.

@@ -37,7 +37,7 @@ from preheat.ops.adapters.peft_layers import adapter_tensors, base_layer_of, nam
 from preheat.ops.grouped_mm import stacks_of
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.nf4 import PackedMap, build_tables, dequantize, quantize
-from preheat.ops.quantization.stored import has_stored_layers
+from preheat.ops.quantization.packed_experts import Nf4Experts
 from preheat.recipe import Hardware, Model, Recipe, Stop
 from preheat.sanitize import shorten
 
@@ -50,9 +50,10 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 _NF4 = (
-    "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a merged "
+    "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}{}) or write a merged "
     "model with --to hf; on the original base its logits differ by up to {:.2g}"
 )
+_NF4_EXPERTS = ", and experts too, which it leaves as they are if they are one parameter"
 _HALF = (
     "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in its stored precision its "
     "logits differ by up to {1:.2g}"
@@ -89,7 +90,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     model: PreTrainedModel = opened.build.trained[0]
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
-    stored = opened.build.weights.quantization.get("quant_method") if has_stored_layers(model) else None
+    stored = opened.build.weights.packed_method
     base = _resolve_base(opened, names, run)
     published = _Published.of(opened, run)
     if stored and published.whole is not None:
@@ -128,9 +129,11 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     pairs = {(published.name(name), stack): pair for (name, stack), pair in _convert_pairs(model, config).items()}
     half = {published.name(name): dtype for name, dtype in half.items()}
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
-    # Names of modules in the plain base, without the adapter's wrapper.
-    packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
-    double = any(m.nf4_ranges is not None for m in packed.values())
+    # Names of modules in the plain base, without the adapter's wrapper. A folder in NF4 is read as it is.
+    modules = () if stored else model.named_modules()
+    packed = {n.replace(".base_layer", ""): m for n, m in modules if isinstance(m, (PackedMap, Nf4Experts))}
+    has_experts = any(isinstance(m, Nf4Experts) for m in packed.values())
+    double = any(key.endswith("_ranges") for m in packed.values() for key, _ in m.named_parameters())
     written = {
         "base": base,
         "fingerprint": opened.build.weights.fingerprint(),
@@ -189,7 +192,8 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
                 half = {}
         if written["nf4"]:
             unrounded = verify.compare(wanted, verify.compute_logits(reloaded.get_base_model(), rows))
-            notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
+            details = ", double quantization" if double else "", _NF4_EXPERTS if has_experts else ""
+            notes.append(_NF4.format(*details, unrounded.largest))
             rounded = [published.name(name) for name in written["nf4"]["modules"]]
             _round(reloaded.get_base_model(), rounded, double=double)
         difference = verify.compare(wanted, verify.compute_logits(reloaded.get_base_model(), rows), rows)
@@ -480,12 +484,14 @@ def _convert_to_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, c
 
 
 def _round(model: nn.Module, names: list[str], *, double: bool) -> None:
-    """Rounds the weights of linear maps to NF4, in place."""
+    """Rounds the weights of linear maps and of experts to NF4, in place."""
     with torch.no_grad():
         for name in names:
             module: Any = model.get_submodule(name)
-            weight = getattr(module, "base_layer", module).weight
-            # Through the run's own quantizer, so that the base equals the one that the adapter was trained on.
-            weight.copy_(
-                dequantize(quantize(weight, double=double), tuple(weight.shape), torch.float32, build_tables())
-            )
+            while hasattr(module, "base_layer"):  # nested for experts
+                module = module.base_layer
+            for weight in [module.get_parameter(stack) for stack in stacks_of(module)] or [module.weight]:
+                # Through the run's own quantizer, so that the base equals the one that the adapter was trained on.
+                weight.copy_(
+                    dequantize(quantize(weight, double=double), tuple(weight.shape), torch.float32, build_tables())
+                )

@@ -16,6 +16,7 @@ from preheat.errors import RunError
 from preheat.models.hf import compute_reference_logits
 from preheat.ops.adapters.peft_layers import count_parameters
 from preheat.ops.quantization.nf4 import PackedMap
+from preheat.ops.quantization.packed_experts import Nf4Experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -188,7 +189,7 @@ def compute_logits(
     exact = count_parameters(model)[1] <= EXACT
     model.to(torch.float64 if exact else torch.float32)
     for module in model.modules():
-        if isinstance(module, PackedMap):  # NF4's levels are defined in fp32
+        if isinstance(module, (PackedMap, Nf4Experts)):  # NF4's levels are defined in fp32
             module.nf4_pairs, module.nf4_levels = module.nf4_pairs.float(), module.nf4_levels.float()
     outputs = [compute_reference_logits(model, row).cpu() for row in tokens]
     outputs += [

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from preheat.errors import SettingError
 from preheat.ops.distributed.dtensor_utils import local
-from preheat.ops.grouped_mm import ADAPTER, ExpertAdapter, stacks_of
+from preheat.ops.grouped_mm import ADAPTER, ExpertAdapter, shape_of_stack, stacks_of
+from preheat.ops.quantization.packed import FrozenPacked
 
 __all__ = ["OWN", "adapted_experts", "add_pairs", "draw_pairs", "merge_pairs"]
 
@@ -38,9 +38,9 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
     for module in experts:
         # Before the pairs are added, which stay trainable.
         module.requires_grad_(False)
+        device = next(module.parameters()).device
         for name in stacks_of(module):
-            stack: Any = module.get_parameter(name)
-            count, out, into = stack.mT.shape if module.is_transposed else stack.shape
+            count, out, into = shape_of_stack(module, name)
             if rank > min(out, into):
                 raise SettingError(
                     "expert_rank",
@@ -49,7 +49,7 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
                 )
             # Stacked like the experts' weights [experts, out, in], but in fp32 whatever their dtype.
             for part, shape in (("A", (count, rank, into)), ("B", (count, out, rank))):
-                pair = torch.empty(shape, dtype=torch.float32, device=stack.device)
+                pair = torch.empty(shape, dtype=torch.float32, device=device)
                 module.register_parameter(f"{name}_lora_{part}", nn.Parameter(pair))
         setattr(module, ADAPTER, ExpertAdapter(scale))
 
@@ -69,14 +69,23 @@ def adapted_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if ADAPTER in vars(module)]
 
 
-def merge_pairs(model: nn.Module) -> int:
-    """Merges all pairs into their experts in fp32, one expert at a time, and removes them. Returns the number of
-    layers.
+def merge_pairs(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Merges all pairs into their experts in fp32, one expert at a time, and removes them.
+
+    Args:
+        dtype: of experts that were packed; default: fp32.
+
+    Returns:
+        The number of layers.
     """
     adapted = adapted_experts(model)
     with torch.no_grad():
         for module in adapted:
             scale = vars(module)[ADAPTER].scale
+            was_packed = False
+            if isinstance(module, FrozenPacked):
+                module.unpack_()
+                was_packed = True
             for name in stacks_of(module):
                 stack, first, second = (_values(module, key) for key in (name, f"{name}_lora_A", f"{name}_lora_B"))
                 stack = stack.mT if module.is_transposed else stack
@@ -85,6 +94,8 @@ def merge_pairs(model: nn.Module) -> int:
                 for part in "AB":
                     delattr(module, f"{name}_lora_{part}")
             delattr(module, ADAPTER)
+            if was_packed and dtype is not None:
+                module.to(dtype)
     return len(adapted)
 
 

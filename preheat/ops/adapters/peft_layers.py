@@ -20,7 +20,7 @@ from preheat.ops.adapters.tied_head import TiedHead, tie, untie
 from preheat.ops.classification_head import ClassHead
 from preheat.ops.grouped_mm import ADAPTER
 from preheat.ops.memory.selective_checkpoint import can_keep_results
-from preheat.ops.quantization.packed import FrozenPackedMap
+from preheat.ops.quantization.packed import FrozenPacked, FrozenPackedMap
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -401,8 +401,9 @@ def merge(model: nn.Module) -> int:
         parent, _, last = name.rpartition(".")
         # The base replaces peft's wrapper, so that names are those of the original model again.
         setattr(model.get_submodule(parent), last, base)
+    merged = len(names) + merge_pairs(model, dtype)
     # Packed layers without an adapter, too: a merged model is a plain one.
-    for packed in [module for module in model.modules() if isinstance(module, FrozenPackedMap)]:
+    for packed in [module for module in model.modules() if isinstance(module, FrozenPacked)]:
         packed.unpack_()
         packed.to(dtype)
     for module in model.modules():
@@ -410,7 +411,7 @@ def merge(model: nn.Module) -> int:
             untie(module)
     # The tuner left its settings on the model; they describe no adapter any more.
     vars(model).pop("peft_config", None)
-    return len(names) + merge_pairs(model)
+    return merged
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -418,7 +419,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     # Packed codes are counted as bytes at first, and replaced by the layer's true size.
     total = sum(p.numel() for p in model.parameters())
     for module in model.modules():
-        if isinstance(module, FrozenPackedMap):
+        if isinstance(module, FrozenPacked):
             weights, elements = module.count_packed()
             total += weights - elements
     return sum(p.numel() for p in model.parameters() if p.requires_grad), total

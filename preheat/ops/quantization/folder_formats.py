@@ -1,7 +1,8 @@
-"""Reads the `quantization_config` of published folders (GPTQ, AWQ, compressed-tensors, FP8) and their layers' tensors.
+"""Reads the `quantization_config` of published folders (GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8) and their
+layers' tensors.
 
-Sources: gptqmodel and autoawq for the order of the codes in their words, the compressed-tensors package, and
-transformers' quantizers for the keys of the configurations.
+Sources: gptqmodel and autoawq for the order of the codes in their words, bitsandbytes and the compressed-tensors
+package for the names of their tensors, and transformers' quantizers for the keys of the configurations.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from preheat.errors import RecipeError
+from preheat.files import BadJson, parse_json
 from preheat.model_folder import DEQUANTIZED, PACKED
 from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from preheat.core.json_types import JsonObject
-    from preheat.ops.quantization.stored import Form, Tensors
+    from preheat.ops.quantization.nf4 import Packed, PackedMap
+    from preheat.ops.quantization.packed_experts import Mxfp4Experts
+    from preheat.ops.quantization.stored import Form, StoredLinear, Tensors
 
-__all__ = ["LayerFormat", "QuantizedFolder", "read_folder_format"]
+__all__ = ["LayerFormat", "Mxfp4Format", "Nf4Format", "QuantizedFolder", "read_folder_format"]
 
 _T = TypeVar("_T")
 _FULL = "name the original model, and add techniques.nf4 for a 4-bit base"
@@ -44,7 +48,7 @@ class LayerFormat:
         scale_dtype: name of the scales' dtype, if the files do not tell.
     """
 
-    layout: Literal["gptq", "awq", "words", "integers", "fp8"]
+    layout: Literal["gptq", "awq", "words", "integers", "fp8", "int8_rows"]
     bits: int
     rows: int = 1
     columns: int = 0
@@ -52,6 +56,7 @@ class LayerFormat:
     has_order: bool = False
     offset: int = 0
     scale_dtype: str = "float16"
+    raw_key: ClassVar[str] = ""
 
     @property
     def codes_key(self) -> str:
@@ -63,6 +68,8 @@ class LayerFormat:
         """Names under which the scales may be stored; the first that is there is read."""
         if self.layout in ("gptq", "awq"):
             return ("scales",)
+        if self.layout == "int8_rows":
+            return ("SCB",)
         return ("weight_scale_inv", "weight_scale") if self.layout == "fp8" else ("weight_scale",)
 
     @property
@@ -90,6 +97,12 @@ class LayerFormat:
             scale_dtype or getattr(torch, self.scale_dtype),
         )
 
+    def pack_(self, module: nn.Linear) -> StoredLinear:
+        """Replaces the weight of a layer by empty parameters of this format, in place."""
+        from preheat.ops.quantization.stored import pack_
+
+        return pack_(module, self.form((module.out_features, module.in_features)))
+
     def convert(self, read: Callable[[str], Tensor | None], shape: tuple[int, int]) -> Tensors:
         """Brings the tensors of a layer into the packed form.
 
@@ -108,7 +121,9 @@ class LayerFormat:
         zeros = _require(read(self.zeros_key), self.zeros_key) if self.has_zeros else None
         order = read(self.order_key)
         form = self.form(shape, scales.dtype)
-        unpack = {"gptq": _from_gptq, "awq": _from_awq, "words": _from_words}.get(self.layout, _from_elements)
+        unpack = {"gptq": _from_gptq, "awq": _from_awq, "words": _from_words, "int8_rows": _from_int8_rows}.get(
+            self.layout, _from_elements
+        )
         tensors = unpack(self, form, codes, _to_float(scales), zeros)
         return Tensors(*tensors, self._read_order(order, form))
 
@@ -139,6 +154,128 @@ class LayerFormat:
                 raise ValueError(f"{self.order_key} reorders the inputs, and {setting} says that they are in order")
             return None
         return plain if order is None else order.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Nf4Format:
+    """The format of a linear layer in bitsandbytes' NF4: it holds the bytes of `ops.quantization.nf4`.
+
+    Attributes:
+        double: the scales are quantized too.
+    """
+
+    double: bool
+    codes_key: ClassVar[str] = "weight"
+    scale_keys: ClassVar[tuple[str, ...]] = ("weight.absmax",)
+    raw_key: ClassVar[str] = "weight"
+    """The tensor that holds bytes, of whatever dtype it is."""
+
+    def with_scales_in(self, dtype: str) -> Nf4Format:
+        """Returns this format: its scales have one dtype."""
+        return self
+
+    def pack_(self, module: nn.Linear) -> PackedMap:
+        """Replaces the weight of a layer on meta by empty parameters of this format, in place."""
+        from preheat.ops.quantization.nf4 import PackedMap, pack_
+
+        pack_([module], double=self.double)
+        assert isinstance(module, PackedMap)
+        return module
+
+    def convert(self, read: Callable[[str], Tensor | None], shape: tuple[int, int]) -> Packed:
+        """Returns the weight of a layer from its tensors in the files; arguments as of `LayerFormat.convert`.
+
+        Raises:
+            ValueError: a tensor is missing, or the layer has other blocks, levels or another shape.
+        """
+        import torch
+        from torch.nn import functional as F
+
+        from preheat.ops.quantization.nf4 import BLOCK, LEVELS, SCALES, Packed, dynamic_levels
+
+        expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+        state = _read_state(_require(read(_NF4_STATE), _NF4_STATE))
+        for key, value in expected.items():
+            if state.get(key) != value:
+                raise ValueError(f"{_NF4_STATE}: {key}: {quote_value(state.get(key), 60)} for {value}")
+        blocks = -(-shape[0] * shape[1] // BLOCK)
+        # Other dtypes than uint8 hold the same bytes, for trainers that shard floats only.
+        codes = _require(read("weight"), "weight").contiguous().reshape(-1).view(torch.uint8)
+        codes = F.pad(codes, (0, blocks * BLOCK // 2 - codes.numel()))
+        _require_levels(read("weight.quant_map"), torch.tensor(LEVELS), "weight.quant_map")
+        scales = _require(read("weight.absmax"), "weight.absmax")
+        if self.double != (scales.dtype == torch.uint8):
+            raise ValueError(f"weight.absmax is in {str(scales.dtype).removeprefix('torch.')}")
+        if not self.double:
+            return Packed(codes, scales.float().view(torch.int32), None)
+        _require_levels(read("weight.nested_quant_map"), dynamic_levels(), "weight.nested_quant_map")
+        ranges = _require(read("weight.nested_absmax"), "weight.nested_absmax").float()
+        offset = state.get("nested_offset")
+        if state.get("nested_blocksize") != SCALES or not isinstance(offset, (int, float)):
+            raise ValueError(f"{_NF4_STATE}: nested_blocksize, nested_offset: must be {SCALES} and a number")
+        return Packed(codes, scales, torch.cat([ranges, ranges.new_tensor([offset])]).view(torch.int32))
+
+    def dequantize(self, read: Callable[[str], Tensor | None], shape: tuple[int, int]) -> Tensor:
+        """Returns the weight of a layer in fp32; arguments and errors as of `convert`."""
+        import torch
+
+        from preheat.ops.quantization.nf4 import build_tables, dequantize
+
+        return dequantize(self.convert(read, shape), shape, torch.float32, build_tables())
+
+
+@dataclass(frozen=True)
+class Mxfp4Format:
+    """The format of a layer's experts in MXFP4, as gpt-oss is published."""
+
+    codes_key: ClassVar[str] = "down_proj_blocks"
+    scale_keys: ClassVar[tuple[str, ...]] = ("down_proj_scales",)
+    raw_key: ClassVar[str] = ""
+
+    def with_scales_in(self, dtype: str) -> Mxfp4Format:
+        """Returns this format: its scales have one dtype."""
+        return self
+
+    def pack_(self, module: nn.Module) -> Mxfp4Experts:
+        """Replaces the weights of a layer's experts by empty parameters of this format, in place."""
+        from preheat.ops.quantization.packed_experts import pack_mxfp4_
+
+        return pack_mxfp4_(module)
+
+    def convert(
+        self, read: Callable[[str], Tensor | None], shapes: Mapping[str, tuple[int, int, int]]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns the blocks and scales of each stack from the tensors in the files.
+
+        Raises:
+            ValueError: one is missing.
+        """
+        parts = {name: (f"{name}_blocks", f"{name}_scales") for name in shapes}
+        return {name: tuple(_require(read(part), part) for part in pair) for name, pair in parts.items()}  # type: ignore[misc]
+
+    def dequantize(self, read: Callable[[str], Tensor | None], shape: tuple[int, int]) -> Tensor:
+        raise NotImplementedError("transformers' own rules read MXFP4 in full precision")
+
+
+_NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def _read_state(encoded: Tensor) -> JsonObject:
+    """Returns the JSON object that bitsandbytes writes as a tensor of bytes."""
+    try:
+        state = parse_json(bytes(encoded.tolist()).decode())
+    except (BadJson, ValueError, TypeError) as error:
+        raise ValueError(f"{_NF4_STATE}: is not JSON ({error})") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{_NF4_STATE}: must be a JSON object")
+    return state
+
+
+def _require_levels(stored: Tensor | None, levels: Tensor, key: str) -> None:
+    import torch
+
+    if stored is not None and not torch.allclose(stored.float(), levels, rtol=0, atol=1e-6):
+        raise ValueError(f"{key}: has other levels than NF4")
 
 
 def _require(value: Tensor | None, key: str) -> Tensor:
@@ -219,6 +356,13 @@ def _from_elements(
     return _to_unsigned(codes), _to_blocks(scales, form), zero
 
 
+def _from_int8_rows(
+    stored: LayerFormat, form: Form, codes: Tensor, scales: Tensor, zeros: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """weight [out, in] in int8, and SCB [out], the largest magnitude of each row."""
+    return _from_elements(stored, form, codes, scales.float() / 127, zeros)
+
+
 def _to_unsigned(values: Tensor) -> Tensor:
     """int8 -> uint8 with 128 added."""
     import torch
@@ -241,13 +385,17 @@ class QuantizedFolder:
         format_of: the format of a layer by its name; None: it is not quantized.
         ignored: tensors of the layers that training does not need: a regular expression.
         note: for the run's summary, or "".
+        experts: the format of each layer's experts, if they are quantized as one parameter.
     """
 
     method: str
     label: str
-    format_of: Callable[[str], LayerFormat | None]
-    ignored: ClassVar[str] = r"\.(input|output|activation)_(scale|zero_point|scale_inv)$|\.[kv]_scale$|\.weight_shape$"
+    format_of: Callable[[str], LayerFormat | Nf4Format | None]
+    ignored: ClassVar[str] = (
+        r"\.(input|output|activation)_(scale|zero_point|scale_inv)$|\.[kv]_scale$|\.weight_(shape|format)$"
+    )
     note: str = ""
+    experts: Mxfp4Format | None = None
 
 
 def read_folder_format(path: str | None, stored: JsonObject) -> QuantizedFolder:
@@ -265,13 +413,15 @@ def read_folder_format(path: str | None, stored: JsonObject) -> QuantizedFolder:
             f"model.path: {path}: config.json: quantization_config.quant_method: must be a name such as gptq, got "
             f"{quote_value(method, 60)}; restore the model's own, or delete quantization_config if nothing is quantized"
         )
-    readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed_tensors, "fp8": _read_fp8}
+    readers = {
+        "awq": _read_awq,
+        "bitsandbytes": _read_bitsandbytes,
+        "compressed-tensors": _read_compressed_tensors,
+        "fp8": _read_fp8,
+        "gptq": _read_gptq,
+        "mxfp4": _read_mxfp4,
+    }
     reader = readers.get(method)
-    if method == "mxfp4":
-        raise RecipeError(
-            f"model.quantized_weights: packed: {path} has experts in mxfp4, which cannot stay packed; use auto, which "
-            "reads them in full precision"
-        )
     if reader is None:
         raise RecipeError(
             f"model.path: {path} is stored quantized ({shorten(method)}), which preheat does not read (it reads "
@@ -359,6 +509,23 @@ def _read_awq(stored: JsonObject) -> QuantizedFolder:
     return QuantizedFolder("awq", _describe(bits, group), lambda name: None if _is_named(name, names) else layer)
 
 
+def _read_bitsandbytes(stored: JsonObject) -> QuantizedFolder:
+    layer: LayerFormat | Nf4Format
+    note = ""
+    if _choose(stored, "load_in_4bit", (True, False), False):
+        # Without the key bitsandbytes means FP4.
+        _choose(stored, "bnb_4bit_quant_type", ("nf4",), "fp4")
+        double = _choose(stored, "bnb_4bit_use_double_quant", (True, False), False)
+        layer, label = Nf4Format(double), "NF4 with scales in 8 bits" if double else "NF4"
+    elif _choose(stored, "load_in_8bit", (True, False), False):
+        layer, label = LayerFormat("int8_rows", 8, scale_dtype="float32"), _describe(8, 0)
+        note = "activations, which bitsandbytes quantizes too, stay in the precision of training"
+    else:
+        raise _UnsupportedError("load_in_4bit", False, "load_in_4bit or load_in_8bit must be true")
+    names = _read_names(stored, "llm_int8_skip_modules")
+    return QuantizedFolder("bitsandbytes", label, lambda name: None if _is_named(name, names) else layer, note=note)
+
+
 def _read_fp8(stored: JsonObject) -> QuantizedFolder:
     block = stored.get("weight_block_size")
     if block is not None and not (
@@ -371,6 +538,10 @@ def _read_fp8(stored: JsonObject) -> QuantizedFolder:
     names = _read_names(stored, "modules_to_not_convert")
     label = f"float8 in blocks of {rows} x {columns}" if block else "float8 with a scale per matrix"
     return QuantizedFolder("fp8", label, lambda name: None if _is_named(name, names) else layer)
+
+
+def _read_mxfp4(stored: JsonObject) -> QuantizedFolder:
+    return QuantizedFolder("mxfp4", "4 bits in blocks of 32", lambda name: None, experts=Mxfp4Format())
 
 
 def _compile(key: str, pattern: str) -> re.Pattern[str]:

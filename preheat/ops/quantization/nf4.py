@@ -27,13 +27,19 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "BLOCK",
     "LEVELS",
+    "SCALES",
+    "Packed",
     "PackedConv1D",
     "PackedLinear",
     "PackedMap",
     "Tables",
     "dequantize",
+    "dynamic_levels",
+    "fill",
     "pack_",
+    "pack_parameter",
     "quantize",
     "build_tables",
     "unpack_",
@@ -267,8 +273,10 @@ class PackedMap(FrozenPackedMap):
     def _tables(self) -> Tables:
         return Tables(self.nf4_pairs, self.nf4_levels)
 
+    weight_names = ("weight",)
+
     @contextmanager
-    def written(self) -> Iterator[Tensor]:
+    def written(self, name: str = "weight") -> Iterator[Tensor]:
         """Context manager that yields the full weight for writing and quantizes it on exit."""
         self.nf4_draft = torch.empty(self.nf4_shape, dtype=torch.float32, device=self.nf4_codes.device)
         try:
@@ -277,13 +285,21 @@ class PackedMap(FrozenPackedMap):
         finally:
             self.nf4_draft = None
         # Not reached after an error, so that a failed write leaves the old codes.
-        with torch.no_grad():
-            # Tables too: they are uninitialized in a module that was built on meta.
-            for old, value in zip(
-                (*self._packed(), *self._tables()), (*new, *build_tables(self.nf4_codes.device)), strict=True
-            ):
-                if old is not None and value is not None:
-                    local(old).copy_(local_shard(value, old))
+        self.fill_(new)
+
+    def fill_(self, packed: Packed) -> None:
+        """Copies a packed weight into the layer; sharded parameters take their part.
+
+        Raises:
+            ValueError: a tensor is missing, or has another shape or dtype.
+        """
+        for name, old, value in zip(Packed._fields, self._packed(), packed, strict=True):
+            if old is not None and (value is None or (value.shape, value.dtype) != (old.shape, old.dtype)):
+                shape = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+                raise ValueError(f"{name}: {shape} for {old.dtype} {tuple(old.shape)}")
+        fill(self._packed(), packed)
+        # They are uninitialized in a module that was built on meta.
+        fill(self._tables(), build_tables(self.nf4_codes.device))
 
     def multiply(self, x: Tensor) -> Tensor:
         return _Product.apply(  # type: ignore[no-any-return]
@@ -302,6 +318,24 @@ class PackedConv1D(PackedMap, Conv1D):  # type: ignore[misc]
     """GPT-2's Conv1D, [in, out], in NF4."""
 
 
+def fill(old: Packed | Tables, new: Packed | Tables) -> None:
+    """Copies the tensors of a packed weight, or tables, into those of a module; sharded ones take their part."""
+    with torch.no_grad():
+        for target, value in zip(old, new, strict=True):
+            if target is not None and value is not None:
+                local(target).copy_(local_shard(value, target))
+
+
+def pack_parameter(weight: Tensor, *, double: bool) -> Packed:
+    """Returns a weight of any shape in NF4; of one on meta, tensors on meta."""
+    if weight.device.type != "meta":
+        return quantize(weight, double=double)
+    blocks = -(-weight.numel() // BLOCK)
+    ranges = torch.empty(-(-blocks // SCALES) + 1, dtype=torch.int32, device="meta") if double else None
+    scales = torch.empty(blocks, dtype=torch.uint8 if double else torch.int32, device="meta")
+    return Packed(torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device="meta"), scales, ranges)
+
+
 _CLASSES: dict[type[nn.Module], type[PackedMap]] = {nn.Linear: PackedLinear, Conv1D: PackedConv1D}
 
 
@@ -317,13 +351,7 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
     for module in maps:
         weight: Tensor = module._parameters.pop("weight")  # type: ignore[assignment]
         count += weight.numel()
-        if weight.device.type == "meta":
-            blocks = -(-weight.numel() // BLOCK)
-            ranges = torch.empty(-(-blocks // SCALES) + 1, dtype=torch.int32, device="meta") if double else None
-            scales = torch.empty(blocks, dtype=torch.uint8 if double else torch.int32, device="meta")
-            new = Packed(torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device="meta"), scales, ranges)
-        else:
-            new = quantize(weight, double=double)
+        new = pack_parameter(weight, double=double)
         # Only the class changes, so that references and names stay valid.
         module.__class__ = _CLASSES[type(module)]
         assert isinstance(module, PackedMap)

@@ -1,24 +1,45 @@
-"""Base of frozen linear layers whose weight is stored in few bits: it is dequantized while it is used."""
+"""Bases of frozen layers whose weights are stored in few bits: they are dequantized while they are used."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FrozenPackedMap", "unpack_all_"]
+__all__ = ["FrozenPacked", "FrozenPackedMap", "unpack_all_"]
 
 
-class FrozenPackedMap(nn.Module):
-    """A linear layer with a packed weight. `weight` is a property, not a parameter: every read dequantizes it in fp32.
+class FrozenPacked(nn.Module):
+    """A module with packed weights, which are properties, not parameters: every read dequantizes one in fp32.
 
     Attributes:
-        packed_names: names of the parameters that hold the packed weight.
+        packed_names: names of the parameters that hold the packed weights.
     """
 
-    packed_names: ClassVar[tuple[str, ...]]
+    packed_names: tuple[str, ...]
+
+    @abstractmethod
+    def count_weights(self) -> int:
+        """Returns the number of weights that are packed."""
+
+    @abstractmethod
+    def unpack_(self) -> None:
+        """Turns the module into a plain one with frozen fp32 weights, in place."""
+
+    def count_packed(self) -> tuple[int, int]:
+        """Returns the number of weights, and of the elements of the parameters that they are packed in."""
+        parameters = (self._parameters[name] for name in self.packed_names)
+        return self.count_weights(), sum(p.numel() for p in parameters if p is not None)
+
+    def count_packed_bytes(self) -> int:
+        """Returns the bytes of the packed weights, with their scales."""
+        return sum(p.nbytes for name in self.packed_names if (p := self._parameters[name]) is not None)
+
+
+class FrozenPackedMap(FrozenPacked):
+    """A linear layer with a packed weight."""
+
     bias: Tensor | None
 
     @property
@@ -30,18 +51,8 @@ class FrozenPackedMap(nn.Module):
     def multiply(self, x: Tensor) -> Tensor:
         """Returns x W^T without the bias, in the dtype of x."""
 
-    @abstractmethod
-    def unpack_(self) -> None:
-        """Turns the layer into a plain one with a frozen fp32 weight, in place."""
-
-    def count_packed(self) -> tuple[int, int]:
-        """Returns the number of weights, and of the elements of the parameters that they are packed in."""
-        parameters = (self._parameters[name] for name in self.packed_names)
-        return self.full_shape[0] * self.full_shape[1], sum(p.numel() for p in parameters if p is not None)
-
-    def count_packed_bytes(self) -> int:
-        """Returns the bytes of the packed weight, with its scales."""
-        return sum(p.nbytes for name in self.packed_names if (p := self._parameters[name]) is not None)
+    def count_weights(self) -> int:
+        return self.full_shape[0] * self.full_shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -51,8 +62,8 @@ class FrozenPackedMap(nn.Module):
 
 
 def unpack_all_(model: nn.Module) -> int:
-    """Dequantizes every packed layer to a plain one in fp32, in place. Returns their number."""
-    packed = [module for module in model.modules() if isinstance(module, FrozenPackedMap)]
+    """Dequantizes every packed module to a plain one in fp32, in place. Returns their number."""
+    packed = [module for module in model.modules() if isinstance(module, FrozenPacked)]
     for module in packed:
         module.unpack_()
     return len(packed)

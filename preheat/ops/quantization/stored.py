@@ -25,7 +25,6 @@ __all__ = [
     "StoredLinear",
     "Tensors",
     "dequantize",
-    "has_stored_layers",
     "pack_",
     "pack_codes",
     "require_shapes",
@@ -264,11 +263,6 @@ class StoredLinear(FrozenPackedMap, nn.Linear):  # type: ignore[misc,override]
         del self.packed_form
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-
-
-def has_stored_layers(model: nn.Module) -> bool:
-    """True if a model has layers that stay packed in the format of their folder."""
-    return any(isinstance(module, StoredLinear) for module in model.modules())
 
 
 def pack_(module: nn.Linear, form: Form) -> StoredLinear:

@@ -569,7 +569,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(bases: dict[str, Path], tmp_
     (four / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
     )
-    refused(lambda: trained(four, "{}", 0), r"is stored quantized \(bitsandbytes\).*add techniques.nf4")
+    refused(lambda: trained(four, "{lora: {}}", 0), "bnb_4bit_quant_type: 'fp4': .*add techniques.nf4")
     full = run_of(trained(bases["llama"], "{}", 1), tokenizer_of(bases["llama"]), tmp_path / "full")
     refused(lambda: peft_export.write(full, tmp_path / "out"), "trained no adapter; write the whole model with --to hf")
     new = run_of(

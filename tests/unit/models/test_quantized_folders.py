@@ -27,6 +27,8 @@ from preheat.ops.adapters import peft_layers
 from preheat.ops.adapters.peft_layers import count_parameters
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.quantization import stored
+from preheat.ops.quantization.nf4 import LEVELS, dynamic_levels
+from preheat.ops.quantization.packed import FrozenPackedMap
 from preheat.ops.quantization.stored import Form, StoredLinear, Tensors, dequantize, pack_codes, unpack_codes
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -164,6 +166,53 @@ def floats(rows: int, columns: int, scale: str, dtype: torch.dtype = torch.float
     return store
 
 
+def nf4(*, double: bool, storage: torch.dtype = torch.uint8) -> Callable[..., Stored]:
+    """bitsandbytes' NF4 in blocks of 64, of which `nf4.dynamic_levels` and LEVELS are published constants."""
+
+    def store(shape: tuple[int, int]) -> Stored:
+        count = shape[0] * shape[1]
+        codes = torch.randint(16, (count,))
+        scales, ranges, offset = torch.randint(256, (count // 64,)), torch.rand(1) * 0.05, 0.25
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
+        tensors = {
+            "weight": (codes[0::2] << 4 | codes[1::2]).to(torch.uint8).view(storage)[:, None],
+            "weight.quant_map": torch.tensor(LEVELS),
+        }
+        levels = [float(level) for level in dynamic_levels()]
+        each = [levels[int(scale)] * float(ranges) + offset for scale in scales]
+        if double:
+            tensors |= {"weight.absmax": scales.to(torch.uint8), "weight.nested_absmax": ranges}
+            tensors |= {"weight.nested_quant_map": dynamic_levels()}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        else:
+            tensors["weight.absmax"] = torch.tensor(each)
+        tensors[NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        values = [LEVELS[int(code)] * each[n // 64] for n, code in enumerate(codes)]
+        return Stored(tensors, torch.tensor(values).view(shape))
+
+    return store
+
+
+def int8_rows(shape: tuple[int, int]) -> Stored:
+    """bitsandbytes' LLM.int8: the largest magnitude of each row."""
+    codes, largest = torch.randint(-127, 128, shape), torch.rand(shape[0]) * 0.3 + 0.1
+    full = [[int(code) * float(most) / 127 for code in row] for row, most in zip(codes, largest, strict=True)]
+    tensors = {"weight": codes.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return Stored(tensors, torch.tensor(full))
+
+
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+BITSANDBYTES: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+    "llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp.up_proj"],
+}
+
+
 def group(layout: str, **weights: Any) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, **weights}
     return {
@@ -205,6 +254,12 @@ FOLDERS: dict[str, tuple[Callable[..., Stored], dict[str, Any]]] = {
         floats(24, 24, "weight_scale"),
         group("float-quantized", **CHANNEL | {"type": "float", "strategy": "block", "block_structure": [24, 24]}),
     ),
+    "nf4": (nf4(double=True), BITSANDBYTES),
+    "nf4_plain": (
+        nf4(double=False, storage=torch.bfloat16),
+        BITSANDBYTES | {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_storage": "bfloat16"},
+    ),
+    "int8_rows": (int8_rows, BITSANDBYTES | {"load_in_4bit": False, "load_in_8bit": True}),
     "fp8": (floats(24, 24, "weight_scale_inv"), FP8 | {"weight_block_size": [24, 24]}),
     "fp8_tensor": (floats(0, 0, "weight_scale_inv"), FP8 | {"weight_block_size": None}),
 }
@@ -263,7 +318,7 @@ def full_weights(build_: Build) -> dict[str, Tensor]:
 def test_a_folder_has_the_weights_of_the_slow_reference(name: str, tmp_path: Path) -> None:
     full = write(tmp_path, name)
     b = opened(tmp_path, "{lora: {rank: 4}}", *packed(name))
-    layers = [m for m in b.trained[0].modules() if isinstance(m, StoredLinear)]
+    layers = [m for m in b.trained[0].modules() if isinstance(m, FrozenPackedMap)]
     assert len(layers) == 13
     assert all(not p.is_floating_point() for m in layers for key, p in m.named_parameters() if key != "bias")
     weights = full_weights(b)
@@ -272,12 +327,12 @@ def test_a_folder_has_the_weights_of_the_slow_reference(name: str, tmp_path: Pat
     if name != "fp8":  # of FP8 it is the default
         b = opened(tmp_path, "{}", "model.quantized_weights=dequantized")
         assert difference(full_weights(b), {key: full[key] for key in weights}) < 1e-7
-        assert not [m for m in b.trained[0].modules() if isinstance(m, StoredLinear)]
+        assert not [m for m in b.trained[0].modules() if isinstance(m, FrozenPackedMap)]
     assert [str(note) for note in b.weights.notes if "not used" in note] == []
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["gptq_act", "awq", "int4_zeros", "int8", "float8_block", "fp8"])
+@pytest.mark.parametrize("name", ["gptq_act", "awq", "int4_zeros", "int8", "float8_block", "fp8", "nf4"])
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 def test_training_is_that_of_peft_on_the_dequantized_base(name: str, variant: str, tmp_path: Path) -> None:
     full = write(tmp_path, name)
@@ -328,6 +383,7 @@ TRAINED = [
     ("awq", "{lora: {rank: 4, variant: dora}, activation_checkpointing: {}, fused_operators: {}, chunked_loss: {}}"),
     ("int4", "{lora: {rank: 4, embedding_rank: 2}, mixed_precision: {mode: bf16_weights}}"),
     ("float8", "{peft_adapter: {method: loha}, mixed_precision: {mode: bf16}}"),
+    ("nf4", "{lora: {rank: 4}, fused_operators: {}, mixed_precision: {mode: bf16}}"),
 ]
 
 
@@ -429,9 +485,14 @@ def test_a_recipe_that_does_not_fit_the_folder_is_refused(
         ("int4", {"config_groups": {}}, "quantization_config.config_groups: {}: no group has weights"),
         ("int4", {"ignore": ["re:("]}, "quantization_config.ignore: '(': is not a regular expression"),
         *(
-            ("gptq", {"quant_method": kind}, f"is stored quantized ({kind}), which preheat does not read (it reads awq, compressed-tensors, fp8, gptq, mxfp4); name")
-            for kind in ("aqlm", "bitsandbytes", "exl2", "gguf", "hqq")
+            ("gptq", {"quant_method": kind}, f"is stored quantized ({kind}), which preheat does not read (it reads awq, bitsandbytes, compressed-tensors, fp8, gptq, mxfp4); name")
+            for kind in ("aqlm", "exl2", "gguf", "hqq")
         ),
+        ("nf4", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: 'fp4': preheat reads nf4; name the original"),
+        ("nf4", {"load_in_4bit": False}, "load_in_4bit: False: load_in_4bit or load_in_8bit must be true"),
+        ("nf4", {"bnb_4bit_use_double_quant": False}, "weight.absmax is in uint8; its files do not fit"),
+        ("nf4_plain", {"bnb_4bit_use_double_quant": True}, "weight.absmax is in float32; its files do not fit"),
+        ("int8_rows", {"load_in_4bit": True}, "down_proj.SCB is quantized"),
     ],
 )  # fmt: skip
 def test_what_a_folder_cannot_be_read_for_is_named(
