@@ -440,6 +440,8 @@ def _write_adapter(draft: Draft) -> None:
     draft.say("adapter", "adapter", value="qlora" if settings.quantized else "lora")
     if settings.quantized:
         draft.say("load_in_4bit", "quantized")
+        if settings.quantized_experts:
+            draft.say("quantize_moe_experts", "quantized_experts")
         if not settings.double_quantization:
             draft.say("bnb_config_kwargs.bnb_4bit_use_double_quant", "double_quantization")
     draft.say("lora_r", "lora_rank", always=True)
@@ -653,7 +655,7 @@ AXOLOTL = Format(
         "peft_use_rslora": read_variant("rslora"),
         "peft_init_lora_weights": _read_initialization,
         "peft.loftq_config.loftq_bits": ignore("the adapters' first values"),
-        "quantize_moe_experts": assume("experts are in half precision, four times the memory of 4 bits"),
+        "quantize_moe_experts": switch("quantized_experts"),
         "unfrozen_parameters": _read_unfrozen,
         "full_finetune": ignore("no adapter says so"),
         "qat.weight_dtype": _read_qat,

@@ -25,6 +25,7 @@ from preheat.interop.reading import Format
 from preheat.interop.settings import Settings, split_experts
 from preheat.interop.torch_keys import adapt_to_planner, split_global_batch
 from preheat.interop.trainer_defaults import MEGATRON as DEFAULTS
+from preheat.model_folder import count_embedding_rows
 from preheat.models import presets
 
 __all__ = ["MEGATRON"]
@@ -139,6 +140,17 @@ def _read_decay(settings: Settings, entry: Entry) -> Outcome:
     return Takes(("schedule",))
 
 
+def _read_fall(settings: Settings, entry: Entry) -> Outcome:
+    entry.whole()
+    return Takes(("decay_ratio",), "as a part of all steps")
+
+
+def _read_masks(settings: Settings, entry: Entry) -> Outcome:
+    if entry.truth():
+        return NoEffect("documents of a sequence never see each other")
+    return Assumed("documents of a sequence do not see each other")
+
+
 def _read_warmup(settings: Settings, entry: Entry) -> Outcome:
     if not entry.number():
         return NoEffect("switched off")
@@ -239,6 +251,7 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
     _check_devices(settings, entries)
     notes += split_experts(settings, default=settings.tensor_parallel)
     notes += _finish_batch(settings, entries)
+    _finish_schedule(settings, entries)
     notes += _finish_sharding(settings, entries)
     notes += _finish_pipeline(settings, entries)
     notes += _finish_recomputation(settings, entries)
@@ -333,6 +346,10 @@ def _finish_vocabulary(settings: Settings, entries: Mapping[str, Entry]) -> list
     if count is None and model is not None and isinstance(model.value, str):
         known = presets.find_variant(model.value.rstrip("/").rpartition("/")[2])
         count = None if known is None else int(str(presets.find(known).text["vocab_size"]))
+    if count is None and settings.tokenizer is not None and Path(settings.tokenizer).is_dir():
+        from preheat.data.tokenizer import load_tokenizer  # imports transformers
+
+        count = count_embedding_rows(load_tokenizer(settings.tokenizer))
     if count is None and kind is not None:
         count = _VOCABULARIES.get(str(kind.value))
     if count is None and kind is None and ("vocab_file" in entries or "merge_file" in entries):
@@ -429,6 +446,16 @@ def _finish_batch(settings: Settings, entries: Mapping[str, Entry]) -> list[str]
     if settings.max_steps is None:
         settings.epochs = 1.0
     return notes
+
+
+def _finish_schedule(settings: Settings, entries: Mapping[str, Entry]) -> None:
+    """Sets the part of the steps in which the rate falls."""
+    if settings.schedule != "wsd" or settings.max_steps is None:
+        return
+    if (steps := _find(entries, "lr_wsd_decay_iters")) is not None:
+        settings.decay_ratio = round(min(steps.whole() / settings.max_steps, 1.0), 6)
+    elif (samples := _find(entries, "lr_wsd_decay_samples")) is not None and settings.global_batch:
+        settings.decay_ratio = round(min(samples.whole() / settings.global_batch / settings.max_steps, 1.0), 6)
 
 
 def _finish_pipeline(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
@@ -554,7 +581,8 @@ MEGATRON = Format(
         "lr_warmup_fraction": take("warmup_ratio", Entry.fraction),
         "lr_warmup_samples": _read_samples,
         "lr_warmup_init": ignore("the rate of the first step"),
-        **_each(_STEPS, "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples"),
+        **_each(_STEPS, "lr_decay_iters lr_decay_samples"),
+        **_each(_read_fall, "lr_wsd_decay_iters lr_wsd_decay_samples"),
         "lr_wsd_decay_style": ignore("planned as linear, which costs the same"),
         **_each(assume("one learning rate for all weights, which costs the same"), "decoupled_lr decoupled_min_lr"),
         **_each(
@@ -676,10 +704,7 @@ MEGATRON = Format(
         "num_workers": take("workers", lambda entry: int(entry.number())),
         "mock_data": ignore("tokens drawn at random, which cost the same"),
         "eod_mask_loss": ignore("the ends of documents are not trained on"),
-        **_each(
-            assume("documents of a sequence see each other"),
-            "reset_attention_mask reset_position_ids dataloader_inter_document_masking",
-        ),
+        **_each(_read_masks, "reset_attention_mask reset_position_ids dataloader_inter_document_masking"),
         **_each(
             _DATA_WORK,
             "data_cache_path data_args_path per_split_data_args_path valid_data_path test_data_path "

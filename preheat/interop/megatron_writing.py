@@ -17,6 +17,7 @@ from preheat.interop.hf_writing import is_file
 from preheat.interop.stand_in import find_preset
 from preheat.interop.trainer_defaults import Default
 from preheat.interop.writing import Draft, Written
+from preheat.model_folder import count_embedding_rows
 from preheat.models import configs
 from preheat.recipe import Recipe
 from preheat.sanitize import shorten
@@ -110,7 +111,12 @@ def _read_sizes(recipe: Recipe) -> PretrainedConfig:
     path = recipe.model.path
     if path is not None and not Path(path).exists() and (preset := find_preset(path)) is not None:
         return configs.preset_config(preset)
-    return configs.of(recipe, recipe.model.vocab_size)
+    vocabulary = recipe.model.vocab_size
+    if vocabulary is None and recipe.data.tokenizer is not None:
+        from preheat.data.tokenizer import load_tokenizer  # imports transformers
+
+        vocabulary = count_embedding_rows(load_tokenizer(recipe.data.tokenizer))
+    return configs.of(recipe, vocabulary)
 
 
 def _write_model(draft: Draft) -> None:

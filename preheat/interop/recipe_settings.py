@@ -14,7 +14,7 @@ from typing import Any
 
 from preheat.core import registry
 from preheat.core.schema import Data
-from preheat.interop.settings import Settings
+from preheat.interop.settings import Settings, has_experts
 from preheat.models import presets
 from preheat.recipe import Recipe
 
@@ -186,6 +186,7 @@ def _read_techniques(settings: Settings, values: Mapping[str, dict[str, Any]]) -
         settings.lora_variant, settings.pissa_iterations = lora["variant"], lora["pissa_iterations"]
     if nf4 := values.get("nf4"):
         settings.quantized, settings.double_quantization = True, nf4["double_quantization"]
+        settings.quantized_experts = nf4["experts"] and has_experts(settings)
     if checkpointing := values.get("activation_checkpointing"):
         settings.checkpointing = checkpointing["mode"] != "none"
         settings.checkpointing_mode = checkpointing["mode"] if settings.checkpointing else "full"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core.schema import Schedule
+from preheat.model_folder import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,6 +99,7 @@ class Settings:
     save_limit: int | None = None
     adapter: str | None = None
     quantized: bool = False
+    quantized_experts: bool = False
     double_quantization: bool = True
     lora_rank: int = 8
     lora_alpha: float | None = None
@@ -229,6 +231,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "save_limit": ("checkpoint.keep",),
     "adapter": ("techniques.lora", "techniques.nf4"),
     "quantized": ("techniques.nf4",),
+    "quantized_experts": ("techniques.nf4.experts",),
     "double_quantization": ("techniques.nf4.double_quantization",),
     "lora_rank": ("techniques.lora.rank",),
     "lora_alpha": ("techniques.lora.alpha",),
@@ -397,6 +400,22 @@ def _build_schedule(settings: Settings) -> JsonObject:
     return {"kind": "cosine", "warmup_ratio": warmup, "min_lr_ratio": floor}
 
 
+def has_experts(settings: Settings) -> bool:
+    """True if the model is known to have experts."""
+    from preheat.models import presets
+    from preheat.models.moe import COUNTS
+
+    values: JsonObject = dict(settings.architecture)
+    if settings.model is not None:
+        file = Path(settings.model).expanduser() / "config.json"
+        if file.is_file():
+            values |= read_object(file, "model.path")
+        elif (known := presets.find_variant(settings.model)) is not None:
+            values |= presets.find(known).text
+    text = values.get("text_config")
+    return any(key in part for key in COUNTS for part in (values, text if isinstance(text, dict) else {}))
+
+
 def _build_techniques(settings: Settings) -> JsonObject:
     techniques: JsonObject = {}
     if settings.attention:
@@ -410,7 +429,11 @@ def _build_techniques(settings: Settings) -> JsonObject:
     if settings.adapter == "lora":
         techniques["lora"] = _build_lora(settings)
     if settings.quantized:
-        techniques["nf4"] = {} if settings.double_quantization else {"double_quantization": False}
+        nf4: JsonObject = {} if settings.double_quantization else {"double_quantization": False}
+        # bitsandbytes quantizes linear layers, and transformers holds the experts of a layer in one parameter.
+        if not settings.quantized_experts and has_experts(settings):
+            nf4["experts"] = False
+        techniques["nf4"] = nf4
     if settings.checkpointing:
         mode = settings.checkpointing_mode
         checkpointing: JsonObject = {} if mode == "full" else {"mode": mode}

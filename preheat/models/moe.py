@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BALANCE",
     "BIAS",
+    "COUNTS",
     "FAMILIES",
     "TOKENS",
     "RouterRecorder",
@@ -54,7 +55,7 @@ _BY_SIGMOID = ("deepseek_v3", "glm4_moe")
 FAMILIES = (*_BY_SOFTMAX, *_BY_SIGMOID)
 """Families whose routers and experts preheat computes itself: a softmax or sigmoid top-k router over gated experts. The
 routers of all others are transformers' own, and their choices are recorded."""
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 """Names of the number of experts of a layer, and of a token."""
 NAME = "preheat"  # our function in transformers' registry of experts
@@ -87,7 +88,7 @@ class Router(Protocol):
 
 def sizes_of(config: PretrainedConfig) -> tuple[int, int, int]:
     """Experts per layer, experts per token, inner width of an expert; (0, 0, 0) if the model has none."""
-    count = next((n for key in _COUNTS if (n := max_over_layers(config, key))), 0)
+    count = next((n for key in COUNTS if (n := max_over_layers(config, key))), 0)
     # Dense models of Gemma 4 and Doge state a number of experts too.
     if not count or False in (getattr(config, "enable_moe_block", True), getattr(config, "is_moe", True)):
         return 0, 0, 0

@@ -55,6 +55,13 @@ PAIRS = "base_model: tiny\ndatasets: [{path: pairs.jsonl, type: chatml.intel}]\n
         ("adapter: lora\npeft_use_dora: true", "techniques.lora.variant", "dora"),
         ("adapter: qlora\nload_in_4bit: true", "techniques.nf4.double_quantization", True),
         ("adapter: lora", "techniques.nf4", None),
+        # bitsandbytes quantizes linear layers: experts only by a key of axolotl's.
+        ("base_model: Qwen/Qwen3-30B-A3B\nadapter: qlora\nload_in_4bit: true", "techniques.nf4.experts", False),
+        (
+            "base_model: Qwen/Qwen3-30B-A3B\nadapter: qlora\nload_in_4bit: true\nquantize_moe_experts: true",
+            "techniques.nf4.experts",
+            True,
+        ),
         ("unfrozen_parameters: ['layers.3[01]+.mlp']", "techniques.freeze.train", ("layers.3[01]+.mlp",)),
         ("unfrozen_parameters: ['layers.3.block_sparse_moe.gate']", "techniques.freeze", None),
         ("unfrozen_parameters: ['^lm_head.weight$']", "techniques.freeze", None),

@@ -98,6 +98,9 @@ LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disab
         ("--lr-warmup-iters 10", "schedule.warmup_ratio", 0.1),
         ("--lr-warmup-fraction .01", "schedule.warmup_ratio", 0.01),
         ("--lr-decay-style cosine --min-lr 1e-4", "schedule.min_lr_ratio", 0.1),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 25", "schedule.decay_ratio", 0.25),
+        ("--lr-decay-style WSD --lr-wsd-decay-samples 480", "schedule.decay_ratio", 0.3),  # of 16 a step
+        ("--lr-decay-style WSD", "schedule.decay_ratio", 0.1),
         ("--adam-beta2 0.95", "optimizer.betas", (0.9, 0.95)),
         ("--clip-grad 0.5", "optimizer.max_grad_norm", 0.5),
         ("--split 949,50,1", "data.validation", 0.05),

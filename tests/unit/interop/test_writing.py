@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from preheat.core import registry
+from preheat.data.tokenizer import train_tokenizer
 from preheat.errors import RecipeError
 from preheat.interop.formats import FORMATS
 from preheat.interop.reading import ForeignConfig, read_config
@@ -462,3 +463,34 @@ def test_dynamic_fine_tuning_is_written(to: str, line: str) -> None:
 def test_a_loss_that_the_trainer_has_not(to: str) -> None:
     with pytest.raises(RecipeError, match=r"^techniques.preference.loss: apo_zero: "):
         write(parse(PAIRS.replace("loss: ipo, beta: 0.3", "loss: apo_zero").replace("preference}", "kto}")), to)
+
+
+def test_a_script_for_megatron_is_read_as_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides sizes that a recipe leaves to the family, and kernels that Megatron has in any case."""
+    monkeypatch.chdir(tmp_path)
+    train_tokenizer([("0", "a text of some words")], vocabulary=300).save_pretrained("words")
+    recipe = parse(
+        "{model: {family: llama, num_layers: 2, hidden_size: 64, num_heads: 4, max_positions: 512}, "
+        "data: {source: texts.jsonl, layout: text, packing: stream, tokenizer: words}, batch: {size: 16, seq_len: 512}, "
+        "optimizer: {lr: 3.0e-4}, stop: {tokens: 8192000}, parallel: {devices: 2}, "
+        "schedule: {kind: wsd, warmup_ratio: 0.05, decay_ratio: 0.2, min_lr_ratio: 0.05}, "
+        "techniques: {mixed_precision: {mode: bf16_master}, efficient_attention: {}, data_parallel: {}, zero1: {}}}"
+    )
+    written, text = write(recipe, "megatron")
+    file = TARGETS["megatron"].file.format(name="mine")
+    back = read(text, Path(file), where=file, devices=2)
+    spelled_out = {f"model.{key}" for key in ("num_kv_heads", "intermediate_size", "tie_embeddings", "config")}
+    own = {"data.workers", "data.source", "techniques.fused_operators", "techniques.chunked_loss"}
+    differences = {key for key, _ in compare(resolve_recipe(recipe), to_values(back.recipe))}
+    assert differences - {item.key for item in written.left_out} == {*spelled_out, *own, "model.vocab_size"}
+    assert back.recipe.model.vocab_size == 384  # the tokenizer's at most 300, padded to a multiple of 128
+    assert back.reading.not_understood == ()
+
+
+@pytest.mark.parametrize(("to", "says"), [("axolotl", True), ("trl", False)])
+def test_experts_in_4_bits_are_said_or_listed(to: str, says: bool) -> None:
+    text = QLORA.replace("path: tiny", "path: Qwen/Qwen3-30B-A3B")
+    assert text != QLORA
+    written, file = write(parse(text), to)
+    assert ("quantize_moe_experts: true" in file) is says
+    assert ("techniques.nf4.experts" in {item.key for item in written.left_out}) is not says
