@@ -92,7 +92,7 @@ def _answer_lines(speak: Callable[[tuple[str, str]], None]) -> None:
             with raise_keyboard_interrupt():
                 request = _read_request(line)
                 key, text = request
-                _write({"request": {key: text or True}})
+                _write({"request": {key: True if key == "reset" else text}})
                 speak(request)
         except KeyboardInterrupt:
             _write({"error": "interrupted; the text so far stays in the conversation"})

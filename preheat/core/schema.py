@@ -39,9 +39,9 @@ class Model:
     weights: Literal["pretrained", "random"] = "pretrained"
     """With `path`: load its weights, or initialize new ones for its configuration (or a preset's)."""
     quantized_weights: Literal["auto", "packed", "dequantized"] = "auto"
-    """Linear layers of a folder that is stored quantized. packed: they stay in the folder's format in memory, frozen,
-    under an adapter. dequantized: they are read in full precision, and can be trained. auto: packed for GPTQ, AWQ,
-    bitsandbytes and compressed-tensors, dequantized for FP8 and MXFP4."""
+    """Linear layers, and experts in MXFP4, of a folder that is stored quantized. packed: they stay in the folder's
+    format in memory, frozen, under an adapter. dequantized: they are read in full precision, and can be trained. auto:
+    packed for GPTQ, AWQ, bitsandbytes and compressed-tensors, dequantized for FP8 and MXFP4."""
     family: Literal["llama", "qwen3", "gpt2", "qwen3_moe", "mixtral", "t5"] = "llama"
     """The architecture of a new model."""
     size: str | None = None

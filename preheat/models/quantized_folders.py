@@ -27,7 +27,7 @@ __all__ = [
 
 LAYER_KEYS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale"),
-    *("weight_scale_inv", "weight_zero_point", "weight_g_idx", "SCB"),
+    *("weight_scale_inv", "weight_zero_point", "weight_g_idx", "SCB", "weight_format"),
     *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
     "weight.quant_state.bitsandbytes__nf4",
     *("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),

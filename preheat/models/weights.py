@@ -298,7 +298,7 @@ class WeightSource:
     def _refuse_layer(self, problem: str, model: PreTrainedModel) -> RecipeError:
         return RecipeError(
             f"{self.knob}: {self.folder}: {problem}, and {type(model).__name__} has no linear layer there (preheat "
-            "reads quantized linear layers, but not experts in one matrix); name the original model"
+            "reads quantized linear layers, but experts in one matrix only in MXFP4); name the original model"
         )
 
     @property

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTER",
     "EXCHANGE",
-    "PACKED",
+    "PACKED_SHAPES",
     "Exchange",
     "ExpertAdapter",
     "compute_experts",
     "group_rows",
     "grouped_back",
     "grouped_linear",
+    "is_packed",
     "shape_of_stack",
     "stacks_of",
 ]
@@ -38,7 +39,7 @@ ADAPTER = "preheat_adapter"
 EXCHANGE = "preheat_exchange"
 """Attribute of experts that are sharded over devices: the `Exchange`."""
 
-PACKED = "packed_shapes"
+PACKED_SHAPES = "packed_shapes"
 """Attribute of experts whose stacks are packed (ops/quantization/packed_experts.py): the shape of each, by its name."""
 
 # Custom operators, because torch's `_grouped_mm` has no fake implementation for fp32 or for widths that are not
@@ -311,7 +312,7 @@ def compute_experts(
     # tokens * k rows, sorted by expert
     order, place, counts = group_rows(chosen.flatten(), experts.num_experts)
     kind = hidden.device.type
-    stored = hidden.dtype if hasattr(experts, PACKED) else experts.down_proj.dtype
+    stored = hidden.dtype if is_packed(experts) else experts.down_proj.dtype
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else stored
     # Row i of the flattened choices is of token i // k.
     rows = hidden.to(dtype)[order // chosen.shape[1]]
@@ -368,7 +369,7 @@ def _product(experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
 
 def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     """Multiplies rows by the weight stack `name` and adds its bias and LoRA, if any."""
-    if hasattr(experts, PACKED):
+    if is_packed(experts):
         out: Tensor = experts.multiply_packed(name, rows, ends)
     else:
         weight = local(getattr(experts, name)).to(rows.dtype)
@@ -388,17 +389,22 @@ def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     return out + adapter.scale * grouped_linear(grouped_linear(rows, small, ends), large, ends)
 
 
+def is_packed(experts: object) -> bool:
+    """True if a layer's experts have packed stacks, which `multiply_packed` dequantizes."""
+    return hasattr(experts, PACKED_SHAPES)
+
+
 def stacks_of(experts: nn.Module) -> tuple[str, ...]:
     """Returns the names of the weight stacks of a layer's experts.
 
     Each is [experts, out, in], or [experts, in, out] if the module says `is_transposed`.
     """
-    return tuple(name for name in _STACKS if name in experts._parameters or name in getattr(experts, PACKED, ()))
+    return tuple(name for name in _STACKS if name in experts._parameters or name in getattr(experts, PACKED_SHAPES, ()))
 
 
 def shape_of_stack(experts: nn.Module, name: str) -> tuple[int, int, int]:
     """Returns the number of experts, outputs and inputs of a weight stack, without dequantizing a packed one."""
-    packed = getattr(experts, PACKED, None)
+    packed = getattr(experts, PACKED_SHAPES, None)
     count, *sides = packed[name] if packed else experts.get_parameter(name).shape
     into, out = sides if experts.is_transposed else reversed(sides)
     return count, out, into

@@ -58,8 +58,11 @@ def shard_experts(module: nn.Module, among: DeviceMesh, alike: DeviceMesh) -> in
     from preheat.models.moe import experts_of
     from preheat.ops.distributed.fully_shard import OWN_MESH
     from preheat.ops.grouped_mm import EXCHANGE, Exchange
+    from preheat.ops.quantization.packed import FrozenPacked
 
     modules = experts_of(module)
+    if any(isinstance(experts, FrozenPacked) for experts in modules):
+        raise ValueError("packed experts cannot be sharded; quantize them without experts (experts=False)")
     for experts in modules:
         for name, full in list(experts._parameters.items()):
             assert full is not None

@@ -2,8 +2,8 @@
 
 What: stores the weights of the linear layers in NF4, 16 levels at the quantiles of a normal distribution, with one
 scale per 64 weights; the scales are quantized to 8 bits: 0.516 bytes per weight. Forward and backward dequantize each
-weight while they use it. Experts are quantized too, except with `expert_parallel`, which moves whole experts.
-Embedding, head, routers, norms and biases are not. Adapters are trained on top: `lora` with `nf4` is QLoRA (with
+weight while they use it. Experts that are one parameter are quantized too, unless `experts` is false. Embedding, head,
+routers, norms and biases are not. Adapters are trained on top: `lora` with `nf4` is QLoRA (with
 `variant: dora`, QDoRA).
 Helps: the base needs an eighth of its fp32 and a quarter of its bf16 memory, so that larger models fit.
 Hurts: each use of a weight dequantizes it, which slows steps down (most on short batches); the base is rounded (by
@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from preheat.core import Build, Change, Numerics, Searchable, Stage, Tag, Trials
+from preheat.core import Build, Change, Context, Numerics, Searchable, Stage, Tag, Trials
 from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ def quantize_to_nf4(
     Args:
         keep: further layers to leave out: a regular expression for module names, or their last parts
             (`("down_proj",)`).
-        experts: quantize experts whose matrices are one parameter, which `preheat.ops.grouped_mm.compute_experts`
-            computes.
+        experts: quantize experts whose matrices are one parameter, too: `preheat.ops.grouped_mm.compute_experts`
+            computes them then.
 
     Returns:
         Names of the quantized modules.
 
     Raises:
-        ValueError: `keep` matches no layer, or all of them.
+        ValueError: `keep` matches no linear layer, or nothing is left to quantize.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,23 +60,27 @@ def quantize_to_nf4(
     from transformers.pytorch_utils import Conv1D
 
     from preheat.models.hf import head
-    from preheat.models.moe import experts_of
+    from preheat.models.moe import experts_of, routers
+    from preheat.ops.quantization.packed import FrozenPacked
     from preheat.ops.quantization.packed_experts import pack_modules_
 
     last = head(model)  # type: ignore[arg-type]
-    stacked = {id(m) for m in experts_of(model)} if experts else set()
+    routing = {id(m) for router in routers(model) for m in router.modules()}
     maps = {
         name: m
         for name, m in model.named_modules()
-        if (type(m) in (nn.Linear, Conv1D) and m is not last) or id(m) in stacked
+        if type(m) in (nn.Linear, Conv1D) and m is not last and id(m) not in routing
     }
+    stacked = {id(m) for m in experts_of(model) if not isinstance(m, FrozenPacked)} if experts else set()
     try:
         excluded = {name for name in maps if _is_matching(name, keep)}
     except re.error as error:
         raise ValueError(f"keep: {quote_value(keep)} is not a regular expression ({error})") from None
     if keep and not excluded:
         raise ValueError(f"keep: {quote_value(keep)} matches no linear map of the model")
-    chosen = {name: m for name, m in maps.items() if name not in excluded}
+    chosen = {
+        name: m for name, m in model.named_modules() if (name in maps and name not in excluded) or id(m) in stacked
+    }
     if not chosen:
         raise ValueError(f"keep: {quote_value(keep)} leaves no linear map to quantize")
     # Weights become packed bytes and scales, two values in a byte.
@@ -117,8 +121,15 @@ class Nf4(Searchable):
     double_quantization: bool = True
     """Quantize the scales too: 0.516 bytes per weight instead of 0.5625."""
     keep: str | tuple[str, ...] = ()
-    """Linear layers besides the head, and experts, that are not quantized: a regular expression for module names, or a
-    list of their last parts."""
+    """Linear layers besides the head that are not quantized: a regular expression for module names, or a list of their
+    last parts."""
+    experts: bool = True
+    """Quantize experts whose matrices are one parameter, in models that have them."""
+
+    def check(self, context: Context) -> list[str]:
+        if self.experts and Tag.SHARDED_EXPERTS in context.tags:
+            return ["experts: expert_parallel moves experts in full precision; set experts: false, or use fsdp"]
+        return []
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.errors import RecipeError
@@ -130,7 +141,7 @@ class Nf4(Searchable):
                 part,
                 double_quantization=self.double_quantization,
                 keep=self.keep,
-                experts=Tag.SHARDED_EXPERTS not in build.tags,
+                experts=self.experts,
             )
         except ValueError as error:
             raise RecipeError(f"techniques.nf4.{error}") from None

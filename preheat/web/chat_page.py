@@ -193,6 +193,8 @@ async def _stream(request: Request) -> Response:
     if len(_open_streams) >= _MOST_STREAMS:
         raise HTTPException(503, f"{_MOST_STREAMS} chats are open already; close some of these pages.")
     jobs = _find_chats(state_of(request), request.query_params.get("chats", ""))
+    if not jobs:
+        raise HTTPException(404, "No chat is named; open one.")
     last = request.headers.get("last-event-id", "").split(",")
     offsets = [int(text) for text in last if text.isascii() and text.isdigit() and len(text) < 16]
     if len(offsets) != len(jobs):

@@ -114,12 +114,7 @@ QUICK = [
     Case("llama", "fsdp: {}", "nf4: {}, lora: {rank: 4}, gradient_accumulation: {steps: 2}"),
     Case("llama", "data_parallel: {}", "nf4: {}, lora: {rank: 4, variant: dora}"),
     Case("qwen3_moe", "fsdp: {}", "nf4: {}, lora: {rank: 4, expert_rank: 2}, gradient_accumulation: {steps: 2}"),
-    Case(  # experts that are moved stay whole
-        "qwen3_moe",
-        "data_parallel: {}, expert_parallel: {}",
-        "nf4: {}, lora: {rank: 4}",
-        instead="nf4: {keep: '.*experts'}, lora: {rank: 4}",
-    ),
+    Case("qwen3_moe", "data_parallel: {}, expert_parallel: {}", "nf4: {experts: false}, lora: {rank: 4}"),
     Case(
         "gpt2", "fsdp: {}", "lora: {rank: 4, embedding_rank: 3}, chunked_loss: {rows: 7}"
     ),  # whose blocks draw weights of theirs through an adapter

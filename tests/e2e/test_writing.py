@@ -264,14 +264,14 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     assert plain_out.startswith("What is 3?")
     assert preheat.here("chat", "runs/small", "--tokens", "8", said="What is 3?\n")[0] == out
     # For programs: the same answer as records, token by token; a bad request is an error and ends nothing.
-    said = '{"mesage": "x"}\n{"message": "What is 3?"}\n{"reset": true}\n{"message": "What is 3?"}\n'
+    said = '{"mesage": "x"}\n{"message": "What is 3?"}\n{"reset": true}\n{"system": ""}\n{"message": "What is 3?"}\n'
     lines = preheat.here("chat", "runs/small", "--json", "--tokens", "8", said=said)[0].splitlines()
     ready, error, *parts = [json.loads(line) for line in lines]
     assert ready["ready"]["step"] == 3
     assert ready["ready"]["format"] == "chat, alpaca, as the run was trained"
     assert "must have one of the keys message, system, reset" in error["error"]
     asked = {"message": "What is 3?"}
-    assert [part["request"] for part in parts if "request" in part] == [asked, {"reset": True}, asked]
+    assert [part["request"] for part in parts if "request" in part] == [asked, {"reset": True}, {"system": ""}, asked]
     answers = [part["answer"]["text"] for part in parts if "answer" in part]
     assert answers == [chat["text"]] * 2
     assert "".join(part.get("text", "") for part in parts) == 2 * chat["text"]

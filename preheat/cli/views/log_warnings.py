@@ -39,8 +39,9 @@ def _show_progress(record: logging.LogRecord) -> None:
 def show_warnings() -> Iterator[None]:
     """Context manager that prints the library's logged warnings, and its progress while it measures this machine."""
     log, lines = logging.getLogger("preheat"), _Lines()
-    before = log.propagate
-    logging.getLogger("preheat.hardware.benchmark_rates").setLevel(logging.INFO)
+    measuring = logging.getLogger("preheat.hardware.benchmark_rates")
+    before, level = log.propagate, measuring.level
+    measuring.setLevel(logging.INFO)
     log.addHandler(lines)
     log.propagate = False  # else a root handler would print it a second time
     try:
@@ -48,3 +49,4 @@ def show_warnings() -> Iterator[None]:
     finally:
         log.removeHandler(lines)
         log.propagate = before
+        measuring.setLevel(level)

@@ -77,7 +77,7 @@ def _choose_shard_dim(p: nn.Parameter, ranks: int) -> Shard | None:
     with less: FSDP copies such weights once more for each gather and each reduction.
     """
     padded = -(-p.shape[0] // ranks) * ranks
-    wasteful = p.ndim == 3 and padded > 1.25 * p.shape[0]
+    wasteful = p.ndim >= 3 and padded > 1.25 * p.shape[0]
     dim = _unsplit_dims(p)[0]
     return Shard(dim) if wasteful and p.shape[dim] % ranks == 0 else None
 

@@ -1,5 +1,5 @@
-"""Reads the `quantization_config` of published folders (GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8) and their
-layers' tensors.
+"""Reads the `quantization_config` of published folders (GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MXFP4) and
+their layers' tensors.
 
 Sources: gptqmodel and autoawq for the order of the codes in their words, bitsandbytes and the compressed-tensors
 package for the names of their tensors, and transformers' quantizers for the keys of the configurations.
@@ -120,6 +120,8 @@ class LayerFormat:
         )
         zeros = _require(read(self.zeros_key), self.zeros_key) if self.has_zeros else None
         order = read(self.order_key)
+        if self.layout == "int8_rows" and (tiles := read("weight_format")) is not None and tiles.any():
+            raise ValueError("weight_format: its weight is in the order of a kernel")
         form = self.form(shape, scales.dtype)
         unpack = {"gptq": _from_gptq, "awq": _from_awq, "words": _from_words, "int8_rows": _from_int8_rows}.get(
             self.layout, _from_elements
@@ -200,7 +202,11 @@ class Nf4Format:
                 raise ValueError(f"{_NF4_STATE}: {key}: {quote_value(state.get(key), 60)} for {value}")
         blocks = -(-shape[0] * shape[1] // BLOCK)
         # Other dtypes than uint8 hold the same bytes, for trainers that shard floats only.
-        codes = _require(read("weight"), "weight").contiguous().reshape(-1).view(torch.uint8)
+        stored = _require(read("weight"), "weight").contiguous().reshape(-1)
+        codes, length = stored.view(torch.uint8), -(-shape[0] * shape[1] // 2)
+        if not length <= codes.numel() < length + stored.element_size():
+            raise ValueError(f"weight: {codes.numel()} bytes for {length}")
+        codes = codes[:length]
         codes = F.pad(codes, (0, blocks * BLOCK // 2 - codes.numel()))
         _require_levels(read("weight.quant_map"), torch.tensor(LEVELS), "weight.quant_map")
         scales = _require(read("weight.absmax"), "weight.absmax")
@@ -391,9 +397,7 @@ class QuantizedFolder:
     method: str
     label: str
     format_of: Callable[[str], LayerFormat | Nf4Format | None]
-    ignored: ClassVar[str] = (
-        r"\.(input|output|activation)_(scale|zero_point|scale_inv)$|\.[kv]_scale$|\.weight_(shape|format)$"
-    )
+    ignored: ClassVar[str] = r"\.(input|output|activation)_(scale|zero_point|scale_inv)$|\.[kv]_scale$|\.weight_shape$"
     note: str = ""
     experts: Mxfp4Format | None = None
 

@@ -110,20 +110,27 @@ def _find_nearest_level(values: Tensor, levels: Tensor) -> Tensor:
 
 def _split_blocks(flat: Tensor, size: int) -> Tensor:
     """Reshapes to [n, size], padding the last row with zeros."""
+    if flat.numel() % size == 0:  # padding copies, also by nothing
+        return flat.view(-1, size)
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
 
-def quantize(value: Tensor, *, double: bool = True) -> Packed:
+def quantize(value: Tensor, *, double: bool = True, device: torch.device | None = None) -> Packed:
     """Quantizes a weight to NF4.
+
+    Args:
+        device: of the result; the value is moved there in parts. Default: the value's.
 
     Example:
         >>> packed = quantize(torch.randn(64, 64))
         >>> packed.codes.numel(), packed.scales.dtype
         (2048, torch.uint8)
     """
-    levels = torch.tensor(LEVELS, device=value.device)
+    device = device or value.device
+    levels = torch.tensor(LEVELS, device=device)
     codes, scales = [], []
-    for blocks in _split_blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):  # [blocks, 64]
+    for part in _split_blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):  # [blocks, 64]
+        blocks = part.to(device)
         scale = blocks.abs().amax(dim=1)  # [blocks]
         # A block of zeros has scale 0: `tiny` avoids 0 / 0, and its weights get the level 0.
         indices = _find_nearest_level(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(
@@ -140,7 +147,7 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
     centred = _split_blocks(scale - mean, SCALES)  # [ranges, 256]
     largest = centred.abs().amax(dim=1)
     small = _find_nearest_level(
-        centred / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dynamic_levels().to(value.device)
+        centred / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dynamic_levels().to(device)
     )
     return Packed(
         packed,

@@ -9,6 +9,7 @@ values of e2m1 (sign, 2 bits of exponent, 1 of mantissa).
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from preheat.ops.distributed.dtensor_utils import local, local_shard
+from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
 from preheat.ops.grouped_mm import grouped_back, grouped_linear, stacks_of
 from preheat.ops.quantization import nf4
 from preheat.ops.quantization.packed import FrozenPacked
@@ -39,7 +40,7 @@ __all__ = [
 
 MXFP4_BLOCK = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_CHUNK = 1 << 18  # blocks of MXFP4 per iteration, which bounds the scratch memory
+_CHUNK = 1 << 16  # blocks of MXFP4 per iteration, which bounds the scratch memory
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,12 +61,18 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     return _dequantize_blocks(blocks, scales, dtype).flatten(-2)
 
 
+@functools.cache
+def _build_pairs(device: str) -> Tensor:
+    """Returns the two values of each byte, fp32 [256, 2]; once for a device, as a copy there waits for it."""
+    levels = torch.tensor([*_E2M1, *(-level for level in _E2M1)])
+    byte = torch.arange(256)
+    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(device)
+
+
 # A custom operator, so that a dry run sees a single kernel and does not iterate over the chunks.
 @torch.library.custom_op("preheat::mxfp4_values", mutates_args=())
 def _dequantize_blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    levels = torch.tensor([*_E2M1, *(-level for level in _E2M1)], device=blocks.device)
-    byte = torch.arange(256, device=blocks.device)
-    pairs = torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1)  # a lookup per byte gives two values
+    pairs = _build_pairs(str(blocks.device))
     flat, exponents = blocks.reshape(-1, MXFP4_BLOCK // 2), scales.reshape(-1)
     out = torch.empty(len(flat), MXFP4_BLOCK, dtype=dtype, device=blocks.device)
     for start in range(0, len(flat), _CHUNK):
@@ -105,6 +112,32 @@ def _unpack(form: _Form, tensors: Sequence[Tensor | None], dtype: torch.dtype) -
     codes, exponents, ranges, *tables = tensors
     stack = nf4.dequantize(nf4.Packed(codes, exponents, ranges), form.shape, dtype, nf4.Tables(*tables))  # type: ignore[arg-type]
     return stack.transpose(1, 2) if form.is_transposed else stack
+
+
+def _unpack_rows(form: _Form, tensors: Sequence[Tensor | None], expert: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the matrices of some experts, [n, out, in].
+
+    Args:
+        expert: [n], the expert of each.
+    """
+    experts, *sides = form.shape
+    if not form.is_nf4:
+        blocks, scales = (t.index_select(0, expert) for t in tensors if t is not None)
+        return dequantize_mxfp4(blocks, scales, dtype)
+    codes, small, ranges, *tables = tensors
+    assert codes is not None
+    assert small is not None
+    each = prod(sides) // nf4.BLOCK  # blocks of an expert
+    block = expert[:, None] * each + torch.arange(each, device=expert.device)
+    scales = small[block]
+    if ranges is not None:
+        # A range may hold scales of two experts, so that the scales are dequantized here.
+        largest, levels = ranges.view(torch.float32), tables[1]
+        assert levels is not None
+        scales = (levels[scales.int()] * largest[block // nf4.SCALES] + largest[-1]).view(torch.int32)
+    packed = nf4.Packed(codes.view(experts, -1).index_select(0, expert).view(-1), scales.view(-1), None)
+    matrices = nf4.dequantize(packed, (len(expert), *sides), dtype, nf4.Tables(*tables))  # type: ignore[arg-type]
+    return matrices.transpose(1, 2) if form.is_transposed else matrices
 
 
 class _Product(torch.autograd.Function):
@@ -169,7 +202,7 @@ class PackedExperts(FrozenPacked):
     def _read(self, name: str) -> Tensor:
         if name not in self.packed_shapes:
             raise AttributeError(name)
-        tensors = self.tensors(name)
+        tensors = tuple(None if t is None else full_tensor(t) for t in self.tensors(name))
         if tensors[0].is_meta:  # type: ignore[union-attr]
             stack = torch.empty(self.packed_shapes[name], dtype=torch.float32, device="meta")
         else:
@@ -182,6 +215,12 @@ class PackedExperts(FrozenPacked):
 
     def multiply_packed(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiplies rows by their experts' matrices of a stack; arguments as of `grouped_mm.grouped_linear`."""
+        experts, *sides = self.packed_shapes[name]
+        # The few rows of a generated token: only the matrices that they meet.
+        if len(rows) < experts and not torch.is_grad_enabled() and prod(sides) % nf4.BLOCK == 0:
+            expert = torch.bucketize(torch.arange(len(rows), device=rows.device), ends, right=True)
+            matrices = _unpack_rows(self._form(name), self.tensors(name), expert, rows.dtype)
+            return torch.bmm(matrices, rows[:, :, None])[..., 0]
         return _Product.apply(rows, ends, self._form(name), *self.tensors(name))  # type: ignore[no-any-return]
 
     def count_weights(self) -> int:
@@ -215,13 +254,16 @@ class Nf4Experts(PackedExperts):
 
     @contextmanager
     def written(self, name: str) -> Iterator[Tensor]:
-        """Context manager that yields a full stack for writing and quantizes it on exit."""
-        shape, device = self.packed_shapes[name], self.nf4_pairs.device
-        draft = self.nf4_drafts[name] = torch.empty(shape, dtype=torch.float32, device=device)
+        """Context manager that yields a full stack in host memory for writing, and quantizes it on exit.
+
+        A stack in fp32 can be larger than all packed layers: 1.6 GB for Qwen3 30B-A3B.
+        """
+        device = self.nf4_pairs.device
+        draft = self.nf4_drafts[name] = torch.empty(self.packed_shapes[name], dtype=torch.float32)
         packed = nf4.Packed(*self.parameters_of(name))  # type: ignore[arg-type]
         try:
             yield draft
-            new = nf4.quantize(draft, double=packed.ranges is not None)
+            new = nf4.quantize(draft, double=packed.ranges is not None, device=device)
         finally:
             del self.nf4_drafts[name]
         nf4.fill(packed, new)
@@ -260,7 +302,9 @@ class Mxfp4Experts(PackedExperts):
             for part, old, value in zip(self.parts, self.parameters_of(name), values, strict=True):
                 assert old is not None
                 if (value.shape, value.dtype) != (old.shape, old.dtype):
-                    raise ValueError(f"{name}_{part}: {tuple(value.shape)} for {tuple(old.shape)}")
+                    raise ValueError(
+                        f"{name}_{part}: {value.dtype} {tuple(value.shape)} for {old.dtype} {tuple(old.shape)}"
+                    )
                 with torch.no_grad():
                     local(old).copy_(local_shard(value, old))
 
@@ -321,9 +365,9 @@ def pack_experts_(experts: Sequence[nn.Module], *, double: bool = True) -> None:
         packed: Any = _replace_stacks(module, Nf4Experts, new)
         packed.nf4_drafts = {}
         # Not saved, since the tables are constants.
-        look = nf4.build_tables(device)
-        packed.register_buffer("nf4_pairs", look.pairs, persistent=False)
-        packed.register_buffer("nf4_levels", look.scales, persistent=False)
+        tables = nf4.build_tables(device)
+        packed.register_buffer("nf4_pairs", tables.pairs, persistent=False)
+        packed.register_buffer("nf4_levels", tables.scales, persistent=False)
 
 
 def pack_modules_(modules: Sequence[nn.Module], *, double: bool = True) -> None:

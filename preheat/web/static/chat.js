@@ -131,22 +131,24 @@ function openChat(place) {
     const text = message.value.trim();
     if (!text) return;
     message.value = "";
+    let arrivals = 0;
     for (const side of sides.filter((other) => other.dataset.state === "ready")) {
       side.dataset.state = "busy";
       const reply = await post(side, "say", { message: text });
-      if (!reply.ok) {
-        endSide(side, "The message did not arrive; the chat has ended.", true);
-        message.value = text;
-      }
+      if (reply.ok) arrivals += 1;
+      else endSide(side, "The message did not arrive; the chat has ended.", true);
     }
+    if (!arrivals && !message.value) message.value = text;
     showState(chat);
   });
   for (const button of chat.querySelectorAll("[data-action]")) {
     button.addEventListener("click", () => {
       const action = button.dataset.action;
       for (const side of sides.filter((other) => other.dataset.state !== "ended")) {
-        if (action === "reset") post(side, "say", { reset: "yes" });
-        else post(side, action);
+        if (action !== "reset") post(side, action);
+        // A request waits for the answer before it, so that one is ended.
+        else if (side.dataset.state === "busy") post(side, "interrupt").then(() => post(side, "say", { reset: "yes" }));
+        else post(side, "say", { reset: "yes" });
       }
       message.focus();
     });

@@ -185,6 +185,29 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     assert not [p.name for p in (tmp_path / "alone").iterdir() if p.name.startswith("model")], "the adapter alone"
 
 
+@pytest.mark.parametrize("targets", ["[attention]", "[attention, experts]"])
+def test_an_adapter_on_experts_in_4_bits_is_exported(bases: dict[str, Path], tmp_path: Path, targets: str) -> None:
+    torch.manual_seed(0)
+    tokenizer = tokenizer_of(bases["qwen3"])
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, vocab_size=len(tokenizer), initializer_range=0.1,
+        bos_token_id=None, eos_token_id=0, pad_token_id=1, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    techniques = f"{{lora: {{rank: 4, target_modules: {targets}}}, nf4: {{}}}}"
+    run, wanted = made(tmp_path / "base", techniques, tmp_path / "run")
+    merged = huggingface.write(run, tmp_path / "merged")
+    assert furthest(compute_reference_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 1e-5
+    alone = peft_export.write(run, tmp_path / "alone")
+    assert max(merged.max_logit_difference, alone.max_logit_difference) < 1e-5
+    assert "experts too, which it leaves as they are" in alone.note
+    if "experts" not in targets:  # adapters of parameters are not read
+        again = load_model(tmp_path / "alone").build.trained[0]
+        assert furthest(compute_reference_logits(again, TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_a_really_pretrained_models_logits_move_by_less_than_a_hundred_thousandth(
     data_folder: Path, tmp_path: Path, name: str

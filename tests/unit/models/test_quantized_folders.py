@@ -384,6 +384,8 @@ TRAINED = [
     ("int4", "{lora: {rank: 4, embedding_rank: 2}, mixed_precision: {mode: bf16_weights}}"),
     ("float8", "{peft_adapter: {method: loha}, mixed_precision: {mode: bf16}}"),
     ("nf4", "{lora: {rank: 4}, fused_operators: {}, mixed_precision: {mode: bf16}}"),
+    ("int8_rows", "{lora: {rank: 4}}"),
+    ("nf4_plain", "{lora: {rank: 4}}"),
 ]
 
 
@@ -574,7 +576,7 @@ def test_quantized_experts_are_refused_and_fp8_experts_are_dequantized(tmp_path:
         values = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(values | {"quantization_config": settings}))
     with pytest.raises(
-        PreheatError, match=r"experts\.0\.\w+\.qweight is quantized, and .* but not experts in one matrix"
+        PreheatError, match=r"experts\.0\.\w+\.qweight is quantized, and .* but experts in one matrix only in MXFP4"
     ):
         opened(tmp_path / "gptq")
     b = opened(tmp_path / "fp8_tensor", "{lora: {rank: 4}}", "model.quantized_weights=packed")

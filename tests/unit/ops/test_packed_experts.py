@@ -21,7 +21,12 @@ from preheat.models.moe import experts_of
 from preheat.ops.adapters.peft_layers import count_parameters, merge
 from preheat.ops.grouped_mm import stacks_of
 from preheat.ops.quantization.nf4 import build_tables, dequantize, quantize
-from preheat.ops.quantization.packed_experts import Mxfp4Experts, Nf4Experts
+from preheat.ops.quantization.packed_experts import (
+    Mxfp4Experts,
+    Nf4Experts,
+    pack_experts_,
+    pack_mxfp4_,
+)
 
 from ...architectures.tiny import create_model, tiny_config
 from ...conftest import DEVICE, difference, uneven
@@ -97,9 +102,36 @@ def test_adapters_on_packed_experts_are_those_on_the_rounded_base(name: str, tmp
     assert difference({"": logits[2]}, {"": logits[1]}) < 1e-5
 
 
-def test_experts_that_are_kept_and_experts_that_are_moved_stay_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "transposed"), [("nf4", False), ("nf4", True), ("plain", False), ("mxfp4", True)])
+def test_few_rows_meet_the_matrices_of_their_experts_alone(kind: str, transposed: bool) -> None:
+    """32 blocks an expert, so that a range of 256 scales has those of several experts."""
+    torch.manual_seed(0)
+    experts: Any = torch.nn.Module()
+    experts.is_transposed = transposed
+    for name in ("up_proj", "down_proj"):
+        experts.register_parameter(name, torch.nn.Parameter(torch.randn(10, 32, 64) * 0.1))
+    if kind == "mxfp4":
+        pack_mxfp4_(experts)
+        for p in experts.parameters():
+            p.data = torch.randint(118, 124, p.shape, dtype=torch.uint8)
+    else:
+        pack_experts_([experts], double=kind == "nf4")
+    expert = torch.tensor([1, 1, 4, 9])
+    ends = torch.bincount(expert, minlength=10).cumsum(0).to(torch.int32)
+    for name in ("up_proj", "down_proj"):
+        stack = getattr(experts, name)
+        matrices = stack.mT if transposed else stack
+        rows = torch.randn(4, matrices.shape[2])
+        with torch.no_grad():
+            few = experts.multiply_packed(name, rows, ends)
+        wanted = torch.stack([matrices[e] @ row for e, row in zip(expert, rows, strict=True)])
+        torch.testing.assert_close(few, wanted)
+        torch.testing.assert_close(experts.multiply_packed(name, rows, ends), wanted)
+
+
+def test_experts_can_stay_in_full_precision(tmp_path: Path) -> None:
     create_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
-    kept = opened(tmp_path, f"{{{LORA}, nf4: {{keep: '.*experts'}}}}")
+    kept = opened(tmp_path, f"{{{LORA}, nf4: {{experts: false}}}}")
     assert not [m for m in kept.trained[0].modules() if isinstance(m, Nf4Experts)]
     assert "experts" not in str(kept.changes["nf4"][0])
 
@@ -145,7 +177,7 @@ def test_experts_in_mxfp4_stay_packed_with_the_values_that_transformers_reads(tm
     assert difference(merged[0], merged[1]) == 0
 
 
-def test_experts_in_mxfp4_are_refused_where_they_cannot_stay_packed(tmp_path: Path) -> None:
+def test_packed_mxfp4_is_refused_for_full_training_and_without_a_tensor(tmp_path: Path) -> None:
     write_in_mxfp4(tmp_path)
     with pytest.raises(PreheatError, match="is stored in mxfp4, and packed weights cannot be trained"):
         opened(tmp_path, "{}", "model.quantized_weights=packed")
