@@ -4,8 +4,9 @@
 
 All trainings are started, and then one at a time runs for a few steps, in a new order each round, while the others are
 stopped (SIGSTOP) with all that follows them. So a change of the machine's speed, which between two whole trainings is
-several times the effect, meets all of them alike. `nobody` is a second training alone: the noise. `failing` and
-`hanging` are trackers that raise an error and that sleep for a minute. The training has the first core to itself;
+several times the effect, meets all of them alike. `nobody` is a second training alone: the noise. `remote`
+has four clients that ask the server for what four browsers ask, and draw nothing: browsers on other machines. `failing`
+and `hanging` are trackers that raise an error and that sleep for a minute. The training has the first core to itself;
 trackers, server and browsers have the others, as they would on a machine with free cores.
 
 Writes OUT.json after each round and OUT.md at the end.
@@ -26,10 +27,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from playwright.sync_api import Page, Playwright, sync_playwright
@@ -38,7 +42,7 @@ BROWSERS = 4
 TURN = 7
 """Steps of a turn. The first is not counted: it spans the pause."""
 TRACKERS = ("mlflow", "swanlab", "tensorboard", "trackio", "wandb", "failing", "hanging")
-WATCHERS = ("nobody", "browsers", *TRACKERS)
+WATCHERS = ("nobody", "browsers", "remote", *TRACKERS)
 FAULTY = Path(__file__).parents[1] / "tests/e2e/faulty_trackers.py"
 ALL_CORES = sorted(os.sched_getaffinity(0))
 
@@ -69,7 +73,7 @@ class Training:
     def pause(self) -> None:
         self._signal("suspend")
 
-    def go(self) -> None:
+    def resume(self) -> None:
         self._signal("resume")
 
     def kill(self) -> None:
@@ -99,7 +103,7 @@ class Training:
     def take_turn(self) -> float:
         """Runs for a turn, and returns the median seconds of its steps."""
         known = len(self.seconds())
-        self.go()
+        self.resume()
         seconds = self.wait_for(known + TURN)
         self.pause()
         return statistics.median(seconds[known + 1 : known + TURN])
@@ -131,15 +135,24 @@ def start_training(folder: Path, by: str) -> Training:
     return Training(by, folder / f"runs/run-{by}", log, process)
 
 
-def open_browsers(training: Training, folder: Path, playwright: Playwright) -> None:
-    """Starts a server for the training and opens the run's page in four browsers."""
-    browser_path = shutil.which("chromium")
-    assert browser_path is not None, "needs chromium"
+def start_server(training: Training, folder: Path) -> str:
+    """Starts a server for the training and returns its address."""
     others = ",".join(map(str, ALL_CORES[1:]))
     command = [sys.executable, "-m", "preheat", "ui", "runs", "--port", "0"]
     server = psutil.Popen(["taskset", "--cpu-list", others, *command], cwd=folder, stdout=subprocess.PIPE, text=True)
     training.watchers.append(psutil.Process(server.pid))
-    url = server.stdout.readline().removeprefix("preheat ui: ").strip()
+    return str(server.stdout.readline().removeprefix("preheat ui: ").strip())
+
+
+def find_browser() -> str:
+    browser_path = shutil.which("chromium")
+    assert browser_path is not None, "needs chromium"
+    return browser_path
+
+
+def open_browsers(training: Training, folder: Path, playwright: Playwright) -> None:
+    """Opens the run's page in four browsers."""
+    url, browser_path = start_server(training, folder), find_browser()
     before = set(psutil.Process().children(recursive=True))
     for _ in range(BROWSERS):
         page = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"]).new_page()
@@ -150,12 +163,56 @@ def open_browsers(training: Training, folder: Path, playwright: Playwright) -> N
     training.watchers += [process for process in started if "chromium" in " ".join(process.cmdline()[:1])]
 
 
+def open_clients(training: Training, folder: Path, playwright: Playwright) -> None:
+    """Starts four clients that ask for what a browser asks while it shows the run's page."""
+    url = start_server(training, folder)
+    browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+    page = browser.new_page()
+    asked: list[str] = []
+    page.goto(url)
+    page.get_by_role("link", name=training.run.name, exact=True).first.click()
+    page.wait_for_timeout(3000)
+    page.on("request", lambda request: asked.append(request.url))
+    page.reload()
+    page.wait_for_timeout(10_000)
+    cookie = "; ".join(f"{c['name']}={c['value']}" for c in page.context.cookies())
+    browser.close()
+    events = next(url for url in asked if "/events" in url)
+    # What is asked for again and again: the charts' data and the page's live part.
+    again = sorted({url for url in asked if asked.count(url) > 1 and url != events})
+    assert again, f"a browser asked for nothing twice: {asked}"
+    print(f"remote: at each change {again}", file=sys.stderr, flush=True)
+    others = ",".join(map(str, ALL_CORES[1:]))
+    command = ["taskset", "--cpu-list", others, sys.executable, __file__, "--follow"]
+    clients = psutil.Popen([*command, json.dumps([events, again, cookie])])
+    training.watchers.append(psutil.Process(clients.pid))
+
+
+def follow(events: str, again: list[str], cookie: str) -> None:
+    """Reads the stream of changes in four threads, and asks for the addresses at each."""
+
+    def ask(url: str) -> Any:
+        return urllib.request.urlopen(urllib.request.Request(url, headers={"Cookie": cookie}), timeout=600)
+
+    def watch() -> None:
+        for line in ask(events):
+            if line.startswith(b"data:"):
+                for url in again:
+                    ask(url).read()
+
+    threads = [threading.Thread(target=watch) for _ in range(BROWSERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def check_followed(training: Training) -> None:
     """Checks that the watcher did follow: a page shows the last step, a tracker has its record."""
     if training.by in TRACKERS:
-        assert (training.run / "tracking").is_dir(), f"{training.by} did not follow the run"
+        assert list((training.run / "tracking").iterdir()), f"{training.by} did not follow the run"
     if training.pages:
-        training.go()
+        training.resume()
         training.process.suspend()
         training.pages[0].wait_for_timeout(5000)
         last = len(training.seconds())
@@ -179,8 +236,9 @@ def started(names: list[str]) -> Iterator[list[Training]]:
                 training = start_training(folder, name)
                 trainings.append(training)
                 training.wait_for(1)
-                if name == "browsers":
-                    open_browsers(training, folder, playwright)
+                if name in ("browsers", "remote"):
+                    opening = open_browsers if name == "browsers" else open_clients
+                    opening(training, folder, playwright)
                 training.wait_for(TURN)
                 training.pause()
                 print(f"{name}: started", file=sys.stderr, flush=True)
@@ -211,7 +269,7 @@ def write_table(rounds: list[dict[str, float]], out: Path) -> None:
     for by in [name for name in rounds[0] if name != "alone"]:
         slower = [100 * (measured[by] / measured["alone"] - 1) for measured in rounds]
         low, high = find_median_interval(slower)
-        name = f"{BROWSERS} browsers" if by == "browsers" else by
+        name = {"browsers": "4 browsers", "remote": "4 browsers elsewhere"}.get(by, by)
         lines.append(f"| {name} | {statistics.median(slower):+.2f} % | {low:+.2f} to {high:+.2f} % | {len(slower)} |")
     table = "\n".join(lines)
     alone = statistics.median(measured["alone"] for measured in rounds)
@@ -229,9 +287,13 @@ turn's median step against the turn alone of the same round. `nobody` is a secon
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by", nargs="+", choices=WATCHERS, default=WATCHERS)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/watched"))
+    parser.add_argument("--follow", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.follow:
+        follow(*json.loads(arguments.follow))
+        return
     if len(ALL_CORES) < 2:
         sys.exit("watched.py needs two cores: one for the training, one for what watches it")
     rounds: list[dict[str, float]] = []
