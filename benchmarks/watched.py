@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Training:
     process: psutil.Popen
     watchers: list[psutil.Process] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
+    answers: Path | None = None
 
     def _tree(self) -> list[psutil.Process]:
         tree: list[psutil.Process] = []
@@ -164,43 +166,49 @@ def open_browsers(training: Training, folder: Path, playwright: Playwright) -> N
 
 
 def open_clients(training: Training, folder: Path, playwright: Playwright) -> None:
-    """Starts four clients that ask for what a browser asks while it shows the run's page."""
+    """Starts four clients that send the requests that a browser sends while it shows the run's page."""
     url = start_server(training, folder)
     browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
     page = browser.new_page()
-    asked: list[str] = []
+    requests: list[str] = []
     page.goto(url)
     page.get_by_role("link", name=training.run.name, exact=True).first.click()
     page.wait_for_timeout(3000)
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requests.append(request.url))
     page.reload()
     page.wait_for_timeout(10_000)
     cookie = "; ".join(f"{c['name']}={c['value']}" for c in page.context.cookies())
     browser.close()
-    events = next(url for url in asked if "/events" in url)
-    # What is asked for again and again: the charts' data and the page's live part.
-    again = sorted({url for url in asked if asked.count(url) > 1 and url != events})
-    assert again, f"a browser asked for nothing twice: {asked}"
-    print(f"remote: at each change {again}", file=sys.stderr, flush=True)
+    events = next(url for url in requests if urllib.parse.urlsplit(url).path == "/events")
+    # The charts' data and the live part of the page are requested at each change.
+    repeated = sorted({url for url in requests if requests.count(url) > 1 and url != events})
+    assert repeated, f"a browser repeated no request: {requests}"
+    print(f"remote: at each change {repeated}", file=sys.stderr, flush=True)
     others = ",".join(map(str, ALL_CORES[1:]))
     command = ["taskset", "--cpu-list", others, sys.executable, __file__, "--follow"]
-    clients = psutil.Popen([*command, json.dumps([events, again, cookie])])
+    training.answers = folder / "answers"
+    clients = psutil.Popen([*command, json.dumps([events, repeated, cookie, str(training.answers)])])
     training.watchers.append(psutil.Process(clients.pid))
 
 
-def follow(events: str, again: list[str], cookie: str) -> None:
-    """Reads the stream of changes in four threads, and asks for the addresses at each."""
+def follow(events: str, repeated: list[str], cookie: str, answers: str) -> None:
+    """Reads the stream of changes in four threads, and sends the requests at each.
 
-    def ask(url: str) -> Any:
+    Args:
+        answers: the file to which each thread adds a line for each change that it has followed.
+    """
+
+    def fetch(url: str) -> Any:
         return urllib.request.urlopen(urllib.request.Request(url, headers={"Cookie": cookie}), timeout=600)
 
-    def watch() -> None:
-        for line in ask(events):
+    def watch(number: int) -> None:
+        for line in fetch(events):
             if line.startswith(b"data:"):
-                for url in again:
-                    ask(url).read()
+                count = sum(len(fetch(url).read()) for url in repeated)
+                with Path(answers).open("a") as file:
+                    file.write(f"{number} {count}\n")
 
-    threads = [threading.Thread(target=watch) for _ in range(BROWSERS)]
+    threads = [threading.Thread(target=watch, args=(number,)) for number in range(BROWSERS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -211,6 +219,13 @@ def check_followed(training: Training) -> None:
     """Checks that the watcher did follow: a page shows the last step, a tracker has its record."""
     if training.by in TRACKERS:
         assert list((training.run / "tracking").iterdir()), f"{training.by} did not follow the run"
+    if training.answers is not None:
+        lines = training.answers.read_text().split("\n")[:-1]
+        steps = len(training.seconds())
+        for number in range(BROWSERS):
+            count = sum(line.startswith(f"{number} ") for line in lines)
+            assert count > steps / 4, f"client {number} followed {count} changes in {steps} steps"
+        print(f"remote: {len(lines)} changes followed by {BROWSERS} clients in {steps} steps", file=sys.stderr)
     if training.pages:
         training.resume()
         training.process.suspend()

@@ -270,8 +270,13 @@ def test_a_run_trained_on_chats_is_asked_by_its_template(preheat: Command, stori
     assert ready["ready"]["step"] == 3
     assert ready["ready"]["format"] == "chat, alpaca, as the run was trained"
     assert "must have one of the keys message, system, reset" in error["error"]
-    asked = {"message": "What is 3?"}
-    assert [part["request"] for part in parts if "request" in part] == [asked, {"reset": True}, {"system": ""}, asked]
+    message = {"message": "What is 3?"}
+    assert [part["request"] for part in parts if "request" in part] == [
+        message,
+        {"reset": True},
+        {"system": ""},
+        message,
+    ]
     answers = [part["answer"]["text"] for part in parts if "answer" in part]
     assert answers == [chat["text"]] * 2
     assert "".join(part.get("text", "") for part in parts) == 2 * chat["text"]

@@ -1,4 +1,4 @@
-"""What the library logs on standard error: each warning once, and the progress while the machine is measured."""
+"""Log records on standard error: each warning once, and the progress while the machine is measured."""
 
 from __future__ import annotations
 

@@ -131,9 +131,9 @@ def test_few_rows_meet_the_matrices_of_their_experts_alone(kind: str, transposed
 
 def test_experts_can_stay_in_full_precision(tmp_path: Path) -> None:
     create_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
-    kept = opened(tmp_path, f"{{{LORA}, nf4: {{experts: false}}}}")
-    assert not [m for m in kept.trained[0].modules() if isinstance(m, Nf4Experts)]
-    assert "experts" not in str(kept.changes["nf4"][0])
+    b = opened(tmp_path, f"{{{LORA}, nf4: {{experts: false}}}}")
+    assert not [m for m in b.trained[0].modules() if isinstance(m, Nf4Experts)]
+    assert "experts" not in str(b.changes["nf4"][0])
 
 
 def write_in_mxfp4(folder: Path) -> None:
