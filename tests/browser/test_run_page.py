@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from preheat.core.run_records import Checkpoint, Stopping
+from preheat.core.run_records import Checkpoint, Resumed, Stopping
 from preheat.run.reader import Reader
+from preheat.run.writer import Writer
 
 from ..e2e.conftest import Command
 from .conftest import TIMEOUT_MS, Dashboard, open_offline, save_page, watch_errors
@@ -124,6 +125,21 @@ def test_the_page_says_that_the_server_ended_was_restarted_and_that_a_run_was_de
     expect(page.locator("#state")).to_have_attribute("data-state", "finished")
     shutil.rmtree(run)
     expect(page.locator("#live")).to_contain_text("does not exist any more")
+
+
+def test_the_last_of_several_quick_changes_is_shown(dashboard: Dashboard, page: Page, finished: Path) -> None:
+    run = dashboard.folder / "copied"
+    shutil.copytree(finished, run)
+    page.wait_for_timeout(500)
+    page.goto(dashboard.find_url(run))
+    timeline = page.locator("#timeline")
+    expect(timeline).to_contain_text("finished")
+    writer = Writer(run, resume=True)
+    # The events are asked for every three seconds at most: the second change falls between.
+    for kind, event in (("resumed", Resumed(step=7)), ("SIGTERM", Stopping(step=8, signal="SIGTERM"))):
+        writer.write_event(event)
+        expect(timeline).to_contain_text(kind)
+    writer.close()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

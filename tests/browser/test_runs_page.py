@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from preheat.core.run_records import Finished, Resumed, StepMetrics
 from preheat.run.reader import Reader
@@ -86,6 +86,28 @@ def test_a_selection_survives_updates_and_is_compared_and_saved(
         assert chart.locator(".legend li").all_inner_texts() == ["base", "wide"]
         chart.get_by_text("Values as a table").click()
         expect(chart.locator("tbody tr")).to_have_count(24)
+
+
+def test_a_filter_is_kept_when_a_run_changes_meanwhile(runs: Path, dashboard: Dashboard, page: Page) -> None:
+    page.goto(dashboard.url)
+    expect(page.locator("tbody tr")).to_have_count(3)
+    live = []
+
+    def answer_late(route: Route) -> None:
+        writer = Writer(runs / "base", resume=True)
+        writer.write_event(Resumed(step=1))
+        writer.close()
+        page.wait_for_timeout(4_000)  # the server looks for changes each second
+        route.continue_()
+
+    page.route("**/?q=bold&*", answer_late, times=1)
+    page.on("request", lambda request: live.append(request.url) if "hx-target" in request.headers else None)
+    page.get_by_label("Text").fill("bold")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(row_of(page, "<b>bold")).to_be_visible()
+    page.get_by_label("Text").fill("base")
+    expect(row_of(page, "base")).to_contain_text("killed")  # begun again, by a process that is gone
+    assert live and all("q=b" in url for url in live), live  # updates ask for what the filter shows
 
 
 def test_two_tabs_label_a_run_and_one_deletes_it(runs: Path, dashboard: Dashboard, page: Page) -> None:

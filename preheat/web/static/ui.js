@@ -1,5 +1,5 @@
-// Live updates of all pages: passes on the server's events as "preheat:change" on the body, and says when the
-// connection is lost. Pages work without it, but do not update themselves.
+// Live updates of all pages: passes on the server's events as "preheat:change" on the body and as "preheat:update" on
+// the parts with data-update-s, and says when the connection is lost. Pages work without it, but do not update themselves.
 "use strict";
 
 (() => {
@@ -23,8 +23,24 @@
     return [...ids].join(",");
   };
 
-  const dispatch = (ids) =>
+  // A part is updated at once, then every data-update-s seconds at most. htmx's own throttle drops what happens in
+  // between, and with it the last change of a run. By id, since an update may replace the element.
+  const updates = new Map();
+  const scheduleUpdate = ({ id, dataset }) => {
+    const last = updates.get(id);
+    if (last?.isWaiting) return;
+    const update = { time: Math.max(Date.now(), last ? last.time + 1000 * dataset.updateS : 0), isWaiting: true };
+    updates.set(id, update);
+    setTimeout(() => {
+      update.isWaiting = false;
+      document.getElementById(id)?.dispatchEvent(new CustomEvent("preheat:update"));
+    }, update.time - Date.now());
+  };
+
+  const dispatch = (ids) => {
     document.body.dispatchEvent(new CustomEvent("preheat:change", { detail: { ids }, bubbles: true }));
+    for (const part of document.querySelectorAll("[data-update-s]")) scheduleUpdate(part);
+  };
 
   const close = () => {
     clearTimeout(timer);
