@@ -166,6 +166,7 @@ def test_the_saved_page_opens_offline(
     expect(page.locator("#timeline")).to_contain_text("finished")
     expect(page.locator("path.curve").first).to_be_attached()
     curves = page.locator("figure.chart").count()
+    expect(page.locator("figure.chart svg")).to_have_count(curves)
     save_page(page, tmp_path / "run.html")
     page.context.close()
     with open_offline(browser, tmp_path / "run.html") as offline:

@@ -75,6 +75,7 @@ def test_a_selection_survives_updates_and_is_compared_and_saved(
     expect(page.locator("#curves figure.chart svg").first).to_be_visible()
     page.get_by_role("checkbox", name="gradient norm").check()
     expect(page.locator("#curves figure.chart")).to_have_count(3)
+    expect(page.locator("#curves figure.chart svg path.curve")).to_have_count(6)
 
     # The saved page opens offline, looks alike, and has the curves with their names and values.
     saved = tmp_path / "saved.html"
