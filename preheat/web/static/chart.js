@@ -74,6 +74,8 @@
   };
 
   let charts = 0;
+  // Events of runs, which all charts of a run mark, by path until the next change.
+  const shared = new Map();
 
   class Chart {
     constructor(figure) {
@@ -93,6 +95,8 @@
       this.names = null;
       this.loaded = 0;
       this.timer = 0;
+      this.isInView = true;
+      this.isStale = false;
       this.build();
       this.load();
     }
@@ -122,6 +126,11 @@
         if (Math.abs((this.width || 0) - figure.clientWidth) > 1) this.render();
       });
       this.observer.observe(figure);
+      this.viewObserver = new IntersectionObserver((entries) => {
+        this.isInView = entries.at(-1).isIntersecting;
+        this.scheduleLoad();
+      }, { rootMargin: "200px" });
+      this.viewObserver.observe(figure);
     }
 
     buildTools() {
@@ -152,8 +161,13 @@
       return tools;
     }
 
-    async load() {
+    load() {
       this.loaded = Date.now();
+      this.isStale = false;
+      this.loading = this.readCurves();
+    }
+
+    async readCurves() {
       const query = new URLSearchParams({ key: this.key, x: this.axis, points: String(Math.min(1600, Math.max(200, Math.round(this.figure.clientWidth || 600)))) });
       if (this.range) {
         query.set("first", String(this.range[0]));
@@ -161,9 +175,10 @@
       }
       const isShown = (this.request = Symbol("request"));
       try {
-        const curves = await Promise.all(this.ids.map((id) => this.fetch(`/api/runs/${id}/curves?${query}`)));
         const withMarks = this.ids.length === 1 && this.figure.dataset.marks !== "off";
-        const marks = withMarks ? (await this.fetch(`/api/runs/${this.ids[0]}/events`)).events : [];
+        const events = withMarks ? this.fetchShared(`/api/runs/${this.ids[0]}/events`) : { events: [] };
+        const paths = this.ids.map((id) => `/api/runs/${id}/curves?${query}`);
+        const [{ events: marks }, ...curves] = await Promise.all([events, ...paths.map((path) => this.fetch(path))]);
         if (!this.names) this.names = await this.findNames();
         if (isShown !== this.request) return; // a later request was faster
         this.curves = curves;
@@ -198,16 +213,30 @@
       throw new Error(text);
     }
 
+    fetchShared(path) {
+      if (!shared.has(path)) {
+        const answer = this.fetch(path);
+        shared.set(path, answer);
+        answer.catch(() => shared.delete(path));
+      }
+      return shared.get(path);
+    }
+
     async findNames() {
       if (this.figure.dataset.names) return JSON.parse(this.figure.dataset.names);
       if (this.ids.length === 1) return [this.title];
       return Promise.all(this.ids.map(async (id) => (await this.fetch(`/api/runs/${id}`)).name));
     }
 
-    // A change of a run that is shown: at once, but not more often than every two seconds.
+    // A change of a run that is shown: at once, but not more often than every two seconds, and not before it is in view.
     update(ids) {
       if (ids && !ids.some((id) => this.ids.includes(id))) return;
-      if (this.timer) return;
+      this.isStale = true;
+      this.scheduleLoad();
+    }
+
+    scheduleLoad() {
+      if (!this.isStale || !this.isInView || this.timer) return;
       this.timer = setTimeout(() => {
         this.timer = 0;
         if (this.figure.isConnected) this.load();
@@ -397,6 +426,12 @@
       );
     }
 
+    async complete() {
+      if (this.isStale) this.load();
+      await this.loading;
+      this.fillTable();
+    }
+
     fillTable() {
       if (!this.drawn) return;
       const head = create("tr", {}, create("th", { class: "n", scope: "col" }, AXES[this.axis]), ...this.drawn.map((curve) => create("th", { class: "n", scope: "col" }, curve.name)));
@@ -522,11 +557,15 @@
     for (const figure of figures) if (!drawn.has(figure)) drawn.set(figure, new Chart(figure));
   };
   document.body.addEventListener("preheat:change", (event) => {
+    shared.clear();
     for (const figure of document.querySelectorAll("figure.chart[data-runs]")) drawn.get(figure)?.update(event.detail.ids);
   });
   // The page is about to be saved as a file, in which a closed table is opened without this script.
-  document.addEventListener("preheat:save", () => {
-    for (const figure of document.querySelectorAll("figure.chart[data-runs]")) drawn.get(figure)?.fillTable();
+  document.addEventListener("preheat:save", (event) => {
+    for (const figure of document.querySelectorAll("figure.chart[data-runs]")) {
+      const chart = drawn.get(figure);
+      if (chart) event.detail.tasks.push(chart.complete());
+    }
   });
   // Fragments that htmx brings may have charts.
   document.body.addEventListener("htmx:load", (event) => start(event.detail.elt));

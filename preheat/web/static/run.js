@@ -13,13 +13,9 @@
     if (!running) document.querySelector("#message .notice:not(.bad)")?.remove();
   }
 
-  // A fragment that says the same as the page is not swapped in: it would end a selection of text and lose the focus.
-  let shown = "";
   live.addEventListener("htmx:beforeSwap", (event) => {
     if (event.detail.target !== live) return;
-    const { responseText, status } = event.detail.xhr;
-    if (status === 200 && responseText === shown) event.detail.shouldSwap = false;
-    shown = responseText;
+    const { status } = event.detail.xhr;
     // Its folder was deleted: the answer is a page of its own.
     if (status === 404) {
       live.innerHTML = "";

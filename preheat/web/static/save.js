@@ -6,9 +6,11 @@
   const LIVE = "script, link, style, noscript, meta[name='htmx-config'], meta[http-equiv], form, .actions, .chart-tools, body > header, .skip, button, input, select, textarea, iframe, [data-live]";
   const URLS = ["href", "src", "action", "data-prefix", "data-points", "data-stream", "data-watch"];
 
-  const copyPage = () => {
-    // Charts fill their tables of values, which are closed on the page.
-    document.dispatchEvent(new Event("preheat:save"));
+  const copyPage = async () => {
+    // Charts read what is new, and fill their tables of values, which are closed on the page.
+    const tasks = [];
+    document.dispatchEvent(new CustomEvent("preheat:save", { detail: { tasks } }));
+    await Promise.all(tasks);
     const page = document.documentElement.cloneNode(true);
     const canvases = document.querySelectorAll("canvas");
     page.querySelectorAll("canvas").forEach((canvas, n) => {
@@ -59,10 +61,10 @@
     page.querySelector("main").append(saved);
   };
 
-  document.addEventListener("click", (event) => {
+  document.addEventListener("click", async (event) => {
     const button = event.target.closest("#save-page");
     if (!button) return;
-    const page = copyPage();
+    const page = await copyPage();
     complete(page);
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([`<!doctype html>\n${page.outerHTML}`], { type: "text/html" }));

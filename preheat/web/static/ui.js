@@ -37,6 +37,15 @@
     }, update.time - Date.now());
   };
 
+  // A part that says the same as before is not swapped in: it would end a selection of text and lose the focus.
+  const answers = new Map();
+  document.body.addEventListener("htmx:beforeSwap", (event) => {
+    const { target, xhr } = event.detail;
+    if (!("updateS" in target.dataset)) return;
+    if (xhr.status === 200 && answers.get(target.id) === xhr.responseText) event.detail.shouldSwap = false;
+    answers.set(target.id, xhr.responseText);
+  });
+
   const dispatch = (ids) => {
     document.body.dispatchEvent(new CustomEvent("preheat:change", { detail: { ids }, bubbles: true }));
     for (const part of document.querySelectorAll("[data-update-s]")) scheduleUpdate(part);
