@@ -40,8 +40,9 @@ import psutil
 from playwright.sync_api import Page, Playwright, sync_playwright
 
 BROWSERS = 4
-TURN = 7
-"""Steps of a turn. The first is not counted: it spans the pause."""
+SKIPPED, COUNTED = 5, 20
+"""Steps of a turn. The first ones are not counted: the first spans the pause, and in the next ones those that watch do at
+once what they missed meanwhile, as they never do while a training runs."""
 TRACKERS = ("mlflow", "swanlab", "tensorboard", "trackio", "wandb", "failing", "hanging")
 WATCHERS = ("nobody", "browsers", "remote", *TRACKERS)
 FAULTY = Path(__file__).parents[1] / "tests/e2e/faulty_trackers.py"
@@ -106,9 +107,9 @@ class Training:
         """Runs for a turn, and returns the median seconds of its steps."""
         known = len(self.seconds())
         self.resume()
-        seconds = self.wait_for(known + TURN)
+        seconds = self.wait_for(known + SKIPPED + COUNTED)
         self.pause()
-        return statistics.median(seconds[known + 1 : known + TURN])
+        return statistics.median(seconds[known + SKIPPED : known + SKIPPED + COUNTED])
 
 
 def start_training(folder: Path, by: str) -> Training:
@@ -244,9 +245,9 @@ def started(names: list[str]) -> Iterator[list[Training]]:
     try:
         (folder / "runs").mkdir()
         shutil.copy(FAULTY, folder)
+        # Before the driver starts: it and its browsers inherit the watchers' cores.
+        os.sched_setaffinity(0, ALL_CORES[1:])
         with sync_playwright() as playwright:
-            # The driver and the browsers inherit the watchers' cores.
-            os.sched_setaffinity(0, ALL_CORES[1:])
             for name in names:
                 training = start_training(folder, name)
                 trainings.append(training)
@@ -254,7 +255,7 @@ def started(names: list[str]) -> Iterator[list[Training]]:
                 if name in ("browsers", "remote"):
                     opening = open_browsers if name == "browsers" else open_clients
                     opening(training, folder, playwright)
-                training.wait_for(TURN)
+                training.wait_for(SKIPPED)
                 training.pause()
                 print(f"{name}: started", file=sys.stderr, flush=True)
             yield trainings
@@ -293,7 +294,7 @@ def write_table(rounds: list[dict[str, float]], out: Path) -> None:
 {table}
 
 `python benchmarks/watched.py`: the demo ({alone:.2f} s a step), one thread on a core of its own, the watchers on the others of
-{len(ALL_CORES)} cores ({platform.processor() or platform.machine()}). All trainings take turns of {TURN - 1} counted steps; the figure is the median over the rounds of a
+{len(ALL_CORES)} cores ({platform.processor() or platform.machine()}). All trainings take turns of {SKIPPED + COUNTED} steps, of which the first {SKIPPED} are not counted; the figure is the median over the rounds of a
 turn's median step against the turn alone of the same round. `nobody` is a second training alone: the noise.
 """
     out.write_text(text)
