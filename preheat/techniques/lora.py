@@ -262,10 +262,8 @@ class Lora(Technique):
                 problems.append(f"{key}{rank} is for experts, and {context.model.family} has none; leave it out")
             if self.variant not in ("lora", "rslora"):
                 problems.append(f"{key}: goes with lora and rslora, and variant is {self.variant}; {without}")
-            if self.dropout or self.start:
-                problems.append(
-                    f"{key}: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out"
-                )
+            if self.dropout:
+                problems.append(f"{key}: does not go with dropout; leave one of them out")
         if self.embedding_rank:
             if self.variant not in ("lora", "rslora"):
                 problems.append(
@@ -286,7 +284,7 @@ class Lora(Technique):
         from preheat.models.adapter_targets import describe, resolve
         from preheat.models.text_part import name_in_text
         from preheat.models.vision import exclude_adapters_pattern
-        from preheat.ops.adapters.peft_io import register_initial_values
+        from preheat.ops.adapters.peft_io import register_initial_values, register_start
         from preheat.ops.adapters.peft_layers import count_parameters, prevent_fp32_cast
 
         # Under the tag of `vision_tower`, the tower gets no adapters.
@@ -313,20 +311,23 @@ class Lora(Technique):
             reason = str(error).splitlines()[0][:200]
             raise RecipeError(f"techniques.lora.target_modules: {quote_value(self.target_modules)}: {reason}") from None
         # The adapter's values are drawn once the base is loaded, since some initializations depend on it.
-        begun = register_initial_values(
-            build.weights,
-            part,
-            config,
-            names,
-            start=self.start,
-            path=build.recipe.model.path,
-            knob="techniques.lora.start",
-            called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
-            rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
-        )
+        register_initial_values(build.weights, part, config, names)
         count = len(names)
         if expert_rank:
             count += self._initialize_experts(build, part)
+        begun = ""
+        if self.start:
+            begun = register_start(
+                build.weights,
+                part,
+                config,
+                names,
+                start=self.start,
+                path=build.recipe.model.path,
+                knob="techniques.lora.start",
+                called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
+                rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
+            )
         # peft would cast the adapters' inputs to fp32, and autocast cast them back at once, a copy each.
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # DoRA's norms need fp32

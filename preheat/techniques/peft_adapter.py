@@ -225,7 +225,7 @@ class PeftAdapter(Technique):
         from preheat.models.adapter_targets import describe
         from preheat.models.text_part import name_in_text
         from preheat.models.vision import exclude_adapters_pattern
-        from preheat.ops.adapters.peft_io import register_initial_values
+        from preheat.ops.adapters.peft_io import register_initial_values, register_start
         from preheat.ops.adapters.peft_layers import count_parameters
 
         # With `vision_tower` in the recipe, the tower gets no adapters.
@@ -235,17 +235,20 @@ class PeftAdapter(Technique):
         except ValueError as error:
             on = f"{self.method} on {quote_value(self.target_modules)}"
             raise RecipeError(f"techniques.peft_adapter: {on}: {str(error).splitlines()[0][:200]}") from None
-        start_note = register_initial_values(
-            build.weights,
-            part,
-            config,
-            names,
-            start=self.start,
-            path=build.recipe.model.path,
-            knob="techniques.peft_adapter.start",
-            called={},
-            rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
-        )
+        register_initial_values(build.weights, part, config, names)
+        start_note = ""
+        if self.start:
+            start_note = register_start(
+                build.weights,
+                part,
+                config,
+                names,
+                start=self.start,
+                path=build.recipe.model.path,
+                knob="techniques.peft_adapter.start",
+                called={},
+                rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
+            )
         trained, total = count_parameters(part)
         return Change(
             f"{self.method} on {describe(part, names)}{start_note}: {trained:,} of "

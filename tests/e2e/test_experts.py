@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 
+from preheat.run.reader import Reader
+
 from .conftest import Command
 
 
@@ -74,6 +76,14 @@ def test_adapters_on_experts_are_peft_s_and_merge_exactly(preheat: Command, data
         made = preheat.here.json("export", str(run), "--to", form, "--out", str(tmp_path / form))
         assert made["max_logit_difference"] < 1e-4, form
     assert made["adapted"] == 20 + 10
+    prompt = ("--prompt", "Once upon a time", "--tokens", "16")
+    texts = {preheat.here.json("generate", str(tmp_path / model), *prompt)["text"] for model in ("run", "hf", "peft")}
+    assert len(texts) == 1, texts
+    preheat.here(
+        "train", str(recipe), "--set", f"techniques.lora.start={tmp_path}/peft", "--out", str(tmp_path / "more")
+    )
+    first = [Reader(tmp_path / name).metrics()[0].loss for name in ("run", "more")]
+    assert first[1] < first[0]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     before = transformers.AutoModelForCausalLM.from_pretrained(base)
     assert not torch.equal(loaded.model.layers[0].mlp.experts.down_proj, before.model.layers[0].mlp.experts.down_proj)

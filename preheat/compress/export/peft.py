@@ -31,7 +31,7 @@ from preheat.models import configs
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.hf import require_decoder_only
 from preheat.models.text_part import name_in_text
-from preheat.ops.adapters.moe_lora import adapted_experts
+from preheat.ops.adapters.moe_lora import adapted_experts, view_as_peft
 from preheat.ops.adapters.peft_io import BASE
 from preheat.ops.adapters.peft_layers import adapter_tensors, base_layer_of, names_of
 from preheat.ops.grouped_mm import stacks_of
@@ -402,11 +402,11 @@ def _convert_pairs(model: nn.Module, config: LoraConfig) -> dict[tuple[str, str]
     pairs = {}
     for name, module in model.named_modules():
         for stack in stacks_of(module) if id(module) in adapted else ():
-            lora_a, lora_b = (module.get_parameter(f"{stack}_lora_{part}").detach().cpu() for part in "AB")
-            # [experts, rank, in] -> [experts * rank, in]; [experts, out, rank] -> [out, rank * experts]
-            pairs[name, stack] = lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
+            values = {part: view.flatten(1).cpu() for part, view in view_as_peft(module, stack).items()}
+            pairs[name, stack] = values["A"], values["B"]
             config.target_parameters = sorted({*(config.target_parameters or ()), f"experts.{stack}"})
-            config.rank_pattern = {**config.rank_pattern, rf".*\.experts\.{stack}": lora_a.shape[1]}
+            rank = module.get_parameter(f"{stack}_lora_A").shape[1]
+            config.rank_pattern = {**config.rank_pattern, rf".*\.experts\.{stack}": rank}
     return pairs
 
 

@@ -18,7 +18,7 @@ from preheat.ops.distributed.dtensor_utils import local
 from preheat.ops.grouped_mm import ADAPTER, ExpertAdapter, shape_of_stack, stacks_of
 from preheat.ops.quantization.packed import FrozenPacked
 
-__all__ = ["OWN", "adapted_experts", "add_pairs", "draw_pairs", "merge_pairs"]
+__all__ = ["OWN", "adapted_experts", "add_pairs", "draw_pairs", "merge_pairs", "view_as_peft"]
 
 OWN = r"\.(gate_up_proj|up_proj|down_proj)_lora_[AB]$"
 """Regular expression for the names of the pairs."""
@@ -67,6 +67,16 @@ def draw_pairs(module: nn.Module) -> None:
 def adapted_experts(model: nn.Module) -> list[nn.Module]:
     """Returns the expert modules that have pairs."""
     return [module for module in model.modules() if ADAPTER in vars(module)]
+
+
+def view_as_peft(module: nn.Module, stack: str) -> dict[str, Tensor]:
+    """Returns views of a stack's pair, by part, whose values are in the order of peft's matrices.
+
+    peft stores A as [experts * rank, in] and B as [out, rank * experts]; the views are [experts * rank, in] and
+    [out, rank, experts].
+    """
+    first, second = (module.get_parameter(f"{stack}_lora_{part}").detach() for part in "AB")
+    return {"A": first.flatten(0, 1), "B": second.permute(1, 2, 0)}
 
 
 def merge_pairs(model: nn.Module, dtype: torch.dtype | None = None) -> int:

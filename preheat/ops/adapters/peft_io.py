@@ -12,19 +12,22 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, check_finite, describe_fault
+from preheat.ops.adapters.moe_lora import adapted_experts, add_pairs, view_as_peft
 from preheat.ops.adapters.peft_layers import adapter_tensors, base_layer_of, draw, inject, names_of, parameters_of
 from preheat.ops.adapters.tied_head import TiedHead, pair_of
 from preheat.ops.distributed.dtensor_utils import local, local_shard
+from preheat.ops.grouped_mm import stacks_of
 from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
@@ -33,18 +36,18 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
 
-__all__ = ["BASE", "AdapterFolder", "register_initial_values", "put_in", "read_folder"]
+__all__ = ["BASE", "AdapterFolder", "register_initial_values", "register_start", "put_in", "read_folder"]
 
 T = TypeVar("T")
 
 BASE = "preheat_base.json"
+_EXPERTS = r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$"
 _FILE, _PICKLES = "adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 # Settings of peft that train or change more than additions to linear maps, with the reason for the error message.
 _NOT_ADDED = {
     "modules_to_save": "also trains whole modules",
     "trainable_token_indices": "also trains rows of the embedding",
     "layer_replication": "repeats layers of the base",
-    "target_parameters": "changes parameters that are not linear maps",
     "alora_invocation_tokens": "acts only after certain tokens",
 }
 # Values of init_lora_weights that leave the base unchanged.
@@ -61,6 +64,7 @@ _FREE = {  # settings that do not change the adapter's function, or that the ten
     ),
     *(
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -115,12 +119,31 @@ class AdapterFolder:
         config = copy.copy(self.config)
         if not isinstance(targets := config.target_modules, str):
             config.target_modules = {rename(name) or name for name in targets}
+        if self.has_experts:
+            config.target_parameters = [rename(name) or name for name in self._parameters]  # type: ignore[attr-defined]
         return dataclasses.replace(self, config=config, rename=rename)
 
     @property
     def base(self) -> str | None:
         """The base model named in adapter_config.json."""
         return self.config.base_model_name_or_path or None
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self._parameters)
+
+    @property
+    def _parameters(self) -> Sequence[str]:
+        return getattr(self.config, "target_parameters", None) or ()
+
+    def list_stacks(self, name: str, experts: nn.Module) -> list[str]:
+        """Returns the weight stacks of a layer's experts that the adapter changes, in the order of peft's wrappers.
+
+        Args:
+            name: of the experts' module.
+        """
+        keys = {stack: f".{name}.{stack}" for stack in stacks_of(experts)}
+        return [stack for stack, key in keys.items() if any(key.endswith(f".{place}") for place in self._parameters)]
 
     def fault(self, problem: str) -> RecipeError:
         return RecipeError(f"{self.knob}: {self.path} {problem}")
@@ -210,15 +233,15 @@ class AdapterFolder:
     def fits(self, model: nn.Module) -> None:
         """Rejects a model (also on meta) whose adapters differ from those of the folder."""
         # First, all that the model needs is there in the right shape; then, nothing is left over that it would ignore.
-        theirs, wanted = self.shapes(), dict(_iterate_own_tensors(model))
+        theirs, wanted = self.shapes(), {tensor.key: tensor for tensor in self._iterate_own_tensors(model)}
         for key, tensor in wanted.items():
             shape = _find(theirs, key)
             # peft may leave out buffers that it draws again from a seed (VeRA's projections with save_projection off).
-            if shape is None and isinstance(tensor, nn.Parameter):
+            if shape is None and tensor.is_parameter:
                 raise self.fault(f"has no {key}, which the model needs; is it for other targets or another base?")
-            if shape is not None and shape != tuple(tensor.shape):
+            if shape is not None and shape != tensor.shape:
                 raise self.fault(
-                    f"has {key} of shape {shape}, the model needs {tuple(tensor.shape)}: another rank, or an adapter "
+                    f"has {key} of shape {shape}, the model needs {tensor.shape}: another rank, or an adapter "
                     "for another base"
                 )
         # Tensors that peft saves twice or together with the adapter; `load` compares those of the base.
@@ -232,16 +255,24 @@ class AdapterFolder:
         for name in _find_heads(model):
             self._check_scale(name, model.get_submodule(name))
 
-    def _check_scale(self, name: str, head: nn.Module) -> None:
-        """Checks a tied head's scale: peft uses the rank and alpha of the head's name, not its embedding's."""
+    def find_rank_and_scale(self, name: str) -> tuple[int, float]:
+        """Returns the rank and the scale of a LoRA pair.
+
+        Args:
+            name: of the adapted module or parameter.
+        """
         from peft.utils.other import get_pattern_key
 
-        pair, config = pair_of(head), self.config
-        # As peft computes it: a pattern that matches the module's name overrides the common rank and alpha.
+        config = self.config
+        # As peft computes it: a pattern that matches the name overrides the common rank and alpha.
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
         # rsLoRA: alpha / sqrt(r) (arXiv:2312.03732)
-        theirs = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+    def _check_scale(self, name: str, head: nn.Module) -> None:
+        """Checks a tied head's scale: peft uses the rank and alpha of the head's name, not its embedding's."""
+        pair, (_, theirs) = pair_of(head), self.find_rank_and_scale(name)
         if pair is not None and not math.isclose(pair.scale, theirs):
             raise self.fault(
                 f"scales its pair by {theirs:g} at {name} and by {pair.scale:g} at the embedding that it is tied to, "
@@ -252,10 +283,10 @@ class AdapterFolder:
         """Copies the values into the adapters of a model that passed `fits`."""
         theirs = self.tensors()
         with torch.no_grad():
-            for key, tensor in _iterate_own_tensors(model):
+            for tensor in self._iterate_own_tensors(model):
                 # `fits` has checked that only buffers may be missing.
-                if (value := _find(theirs, key)) is not None:
-                    tensor.copy_(value)
+                if (value := _find(theirs, tensor.key)) is not None:
+                    tensor.values.copy_(value.view(tensor.values.shape))
         for name in names_of(model):  # peft saves an adapted embedding together with its adapter
             base: Any = base_layer_of(model, name)
             value = theirs.get(f"{name}.base_layer.weight")
@@ -265,6 +296,40 @@ class AdapterFolder:
                 raise self.fault(
                     f"holds other values of {name} than its base; merge it with peft and name the merged model"
                 )
+
+    def _iterate_own_tensors(self, model: nn.Module) -> Iterator[_OwnTensor]:
+        """Yields the adapters' own tensors with their names in peft's files."""
+        for name in names_of(model):
+            for key, tensor in adapter_tensors(model.get_submodule(name)):
+                # Files leave out the adapter's name `default`. peft keeps DoRA's magnitude in a module of its own, but
+                # saves it as one tensor.
+                short = re.sub(r"\.default(?=\.|$)", "", key)
+                short = "lora_magnitude_vector" if short.startswith("lora_magnitude_vector") else short
+                yield _OwnTensor(f"{name}.{short}", tensor, tuple(tensor.shape), isinstance(tensor, nn.Parameter))
+        adapted = {id(module) for module in adapted_experts(model)}
+        for name, module in model.named_modules():
+            stacks = self.list_stacks(name, module) if id(module) in adapted else []
+            for depth, stack in enumerate(reversed(stacks)):
+                # Each wrapper holds those of the stacks before its own.
+                place = ".".join((name, *["base_layer"] * depth))
+                for part, values in view_as_peft(module, stack).items():
+                    yield _OwnTensor(f"{place}.lora_{part}.weight", values, (values.shape[0], values[0].numel()), True)
+
+
+class _OwnTensor(NamedTuple):
+    """A tensor of an adapter.
+
+    Attributes:
+        key: its name in peft's files.
+        values: the model's tensor, or a view of it.
+        shape: in peft's files.
+        is_parameter: it must be in the file.
+    """
+
+    key: str
+    values: Tensor
+    shape: tuple[int, ...]
+    is_parameter: bool
 
 
 def read_folder(path: str | Path, knob: str) -> AdapterFolder:
@@ -322,6 +387,11 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
         raise RecipeError(f"{knob}: {file}: {describe_fault(error)}") from None
     _name_modules(config)
     folder = AdapterFolder(path, config, written, knob)
+    if odd := [name for name in folder._parameters if not re.search(_EXPERTS, name)]:
+        raise folder.fault(
+            f"changes {odd[0]} (target_parameters), and preheat supports parameters of experts only; merge it with "
+            "peft and name the merged model"
+        )
     for key, effect in _NOT_ADDED.items():
         if getattr(config, key, None):
             raise folder.fault(
@@ -348,46 +418,60 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
 def _name_modules(config: PeftConfig) -> None:
     """Names linear layers as modules that the folder names by their weights, as our export does if peft needs it."""
     parameters = list(getattr(config, "target_parameters", None) or ())
-    modules = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
-    if modules and len(modules) == len(parameters) and not isinstance(config.target_modules, str):
+    modules = {name.removesuffix(".weight") for name in parameters if name.endswith(".weight")}
+    if modules and not isinstance(config.target_modules, str):
         config.target_modules = {*(config.target_modules or ()), *modules}
-        config.target_parameters = None  # type: ignore[attr-defined]
+        others = [name for name in parameters if not name.endswith(".weight")]
+        config.target_parameters = others or None  # type: ignore[attr-defined]
 
 
-def register_initial_values(
+def register_initial_values(weights: Weights, model: nn.Module, config: PeftConfig, names: list[str]) -> None:
+    """Registers peft's initialization of injected adapters.
+
+    Args:
+        weights: source of the base's weights.
+        names: of the adapted modules.
+    """
+    weights.fresh(parameters_of(model, names), [""], lambda model: draw(model, config, names))
+
+
+def register_start(
     weights: Weights,
     model: nn.Module,
     config: PeftConfig,
     names: list[str],
     *,
-    start: str | None,
+    start: str,
     path: str | None,
     knob: str,
     called: Mapping[str, str],
     rename: Callable[[str], str | None] | None = None,
 ) -> str:
-    """Registers the initial values of injected adapters: peft's initialization, then the folder `start` if given.
+    """Registers the values of the folder `start` for injected adapters, after all their other initial values.
+
+    What the file leaves out keeps those.
 
     Args:
         weights: source of the base's weights.
+        names: of the adapted modules.
         path: path of the base, as in the recipe.
         knob: the recipe's key of `start`.
         called: as in `AdapterFolder.agrees`.
         rename: as in `AdapterFolder`, if the model is the text part of the base.
 
     Returns:
-        Text for the run's summary: '' or ', begun from ...'.
+        Text for the run's summary: ', begun from ...'.
 
     Raises:
         RecipeError: the folder's adapter does not match this model, base or settings.
     """
-    # Also with a folder to start from: what the file leaves out keeps peft's initial values.
-    weights.fresh(parameters_of(model, names), [""], lambda model: draw(model, config, names))
-    if not start:
-        return ""
     folder = read_folder(start, knob)
     folder = folder if rename is None else folder.on_text_part(rename)
     folder.agrees(config, called)
+    adapted = {id(module) for module in adapted_experts(model)}
+    for name, module in model.named_modules():
+        if id(module) in adapted and folder.list_stacks(name, module) != list(stacks_of(module)):
+            raise folder.fault(f"has no adapters for all matrices of {name}, as the recipe; leave the start out")
     folder.fits(model)
     # Last, since fingerprints open the weight files.
     folder.on_base(path or "", weights)
@@ -397,9 +481,17 @@ def register_initial_values(
 
 def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
     """Injects a folder's adapter into a model with loaded weights, in place. Returns the adapted modules' names."""
-    with torch.random.fork_rng(devices=[]):  # peft draws random values that are then overwritten
+    config = copy.copy(folder.config)
+    config.target_parameters = None  # type: ignore[attr-defined]
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft draws random values that are then overwritten, and would warn of patterns for the experts' parameters.
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys", category=RuntimeWarning)
         try:
-            names = inject(model, folder.config)
+            # peft takes the family's usual targets if there are none.
+            names = inject(model, config) if config.target_modules or not folder.has_experts else []
+            names += _add_expert_pairs(model, folder)
+        except RecipeError:  # has a text of its own
+            raise
         except FAULTS as error:
             raise folder.fault(f"cannot be put into this model: {describe_fault(error, 200)}") from None
     # Checked before anything is copied, so that an error leaves no half-loaded adapter.
@@ -410,18 +502,35 @@ def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
     return names
 
 
+def _add_expert_pairs(model: nn.Module, folder: AdapterFolder) -> list[str]:
+    """Adds the pairs of the experts' parameters that a folder names; returns the names of the experts' modules.
+
+    Raises:
+        RecipeError: the model has no such experts, or the folder wants several ranks or scales in one layer.
+    """
+    names = []
+    for name, module in list(model.named_modules()):
+        if not (stacks := folder.list_stacks(name, module)):
+            continue
+        pairs = {stack: folder.find_rank_and_scale(f"{name}.{stack}") for stack in stacks}
+        if len({*pairs.values()}) > 1:
+            ranks = " and ".join(f"rank {rank}, scale {scale:g} for {s}" for s, (rank, scale) in pairs.items())
+            raise folder.fault(
+                f"has {ranks} at {name}, and preheat supports one rank and scale; merge it with peft and name the "
+                "merged model"
+            )
+        add_pairs([module], *pairs[stacks[0]])
+        for stack in stacks_of(module):  # those that the adapter leaves alone get an addition of zero
+            for part in "AB":
+                module.get_parameter(f"{stack}_lora_{part}").data.zero_()
+        names.append(name)
+    if folder.has_experts and not names:
+        raise folder.fault("changes parameters of experts, which this model does not have; is it for another base?")
+    return names
+
+
 def _last_name_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].casefold()
-
-
-def _iterate_own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the adapters' own tensors by their names in peft's files."""
-    for name in names_of(model):
-        for key, tensor in adapter_tensors(model.get_submodule(name)):
-            # Files leave out the adapter's name `default`. peft keeps DoRA's magnitude in a module of its own, but
-            # saves it as one tensor.
-            short = re.sub(r"\.default(?=\.|$)", "", key)
-            yield f"{name}.{'lora_magnitude_vector' if short.startswith('lora_magnitude_vector') else short}", tensor
 
 
 def _find_heads(model: nn.Module) -> list[str]:
