@@ -24,6 +24,7 @@ from preheat.interop.hf_keys import (
     read_preference,
     read_schedule,
     read_target_modules,
+    read_target_parameters,
     read_validation,
     read_variant,
     switch,
@@ -35,6 +36,7 @@ from preheat.interop.hf_writing import (
     write_precision,
     write_saving,
     write_schedule,
+    write_target_parameters,
     write_warmup,
     write_zero1,
 )
@@ -451,6 +453,7 @@ def _write_adapter(draft: Draft) -> None:
         draft.say("lora_target_linear", "lora_targets", value=True)
     else:
         draft.say("lora_target_modules", "lora_targets")
+    write_target_parameters(draft, "lora_target_parameters")
     if settings.lora_variant in ("rslora", "dora"):
         draft.say(f"peft_use_{settings.lora_variant}", "lora_variant", value=True)
     elif settings.lora_variant == "pissa":
@@ -643,7 +646,7 @@ AXOLOTL = Format(
         "lora_dropout": take("lora_dropout", Entry.fraction),
         "lora_target_modules": _read_targets,
         "lora_target_linear": _read_linear,
-        "lora_target_parameters": assume("the parameters of experts have no adapters"),
+        "lora_target_parameters": read_target_parameters,
         "lora_modules_to_save": assume("embedding and head stay frozen"),
         "lora_fan_in_fan_out": ignore("the layout of weights"),
         "lora_model_dir": assume("training starts from a new adapter, which costs the same"),

@@ -29,6 +29,7 @@ __all__ = [
     "read_schedule",
     "read_steps",
     "read_target_modules",
+    "read_target_parameters",
     "read_validation",
     "read_variant",
     "switch",
@@ -169,6 +170,20 @@ def read_target_modules(targets: list[str]) -> str | list[str]:
     if len(plain) == 1 and (plain[0] == "all-linear" or re.search(r"[\[\]()*+|\\]", plain[0])):
         return plain[0]
     return plain
+
+
+def read_target_parameters(settings: Settings, entry: Entry) -> Outcome:
+    """Reads the parameters with adapters: the matrices of the experts, one parameter for those of a layer."""
+    if entry.is_off:
+        return NoEffect("switched off")
+    names = entry.texts()
+    stacks = {name.rpartition(".")[2] for name in names if re.fullmatch(r"(.+\.)?experts\.\w+", name)}
+    if len(stacks) < len(names) or "down_proj" not in stacks or not stacks & {"gate_up_proj", "up_proj"}:
+        return Assumed(
+            "the parameters of experts have no adapters: preheat has them on all matrices of experts or none"
+        )
+    settings.lora_experts = True
+    return Takes(("lora_experts",))
 
 
 def read_remote_code(settings: Settings, entry: Entry) -> Outcome:

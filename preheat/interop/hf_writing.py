@@ -23,6 +23,7 @@ __all__ = [
     "write_precision",
     "write_saving",
     "write_schedule",
+    "write_target_parameters",
     "write_warmup",
     "write_zero1",
 ]
@@ -220,3 +221,10 @@ def list_targets(settings: Settings) -> list[str]:
     """Returns the layers with adapters as a list."""
     targets = settings.lora_targets
     return [targets] if isinstance(targets, str) else list(targets or ())
+
+
+def write_target_parameters(draft: Draft, key: str) -> None:
+    """Writes the experts' matrices as parameters with adapters."""
+    if draft.settings.lora_experts:
+        stacks = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        draft.say(key, "lora_experts", value=stacks)

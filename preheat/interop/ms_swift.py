@@ -19,6 +19,7 @@ from preheat.interop.hf_keys import (
     read_attention,
     read_preference,
     read_target_modules,
+    read_target_parameters,
     read_validation,
     read_variant,
 )
@@ -323,7 +324,7 @@ _TABLE: Mapping[str, Handler] = {
     "tuner_backend": _read_backend,
     "target_modules": _read_targets,
     "target_regex": _read_targets,
-    "target_parameters": assume("the parameters of experts have no adapters"),
+    "target_parameters": read_target_parameters,
     "modules_to_save": assume("embedding and head stay frozen"),
     "adapters": assume("training starts from a new adapter, which costs the same"),
     "lora_rank": take("lora_rank", Entry.whole),

@@ -18,6 +18,7 @@ from preheat.interop.hf_writing import (
     write_optimizer,
     write_saving,
     write_schedule,
+    write_target_parameters,
 )
 from preheat.interop.trainer_defaults import Default
 from preheat.interop.writing import Draft, Written
@@ -136,6 +137,7 @@ def _write_adapter(draft: Draft) -> None:
         draft.say("target_regex", "lora_targets", value=targets[0])
     else:
         draft.say("target_modules", "lora_targets", value=targets)
+    write_target_parameters(draft, "target_parameters")
     if settings.lora_variant in ("rslora", "dora"):
         draft.say(f"use_{settings.lora_variant}", "lora_variant", value=True)
     elif settings.lora_variant == "pissa":

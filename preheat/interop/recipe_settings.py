@@ -14,9 +14,12 @@ from typing import Any
 
 from preheat.core import registry
 from preheat.core.schema import Data
+from preheat.core.technique import Technique
+from preheat.errors import RecipeError, SettingError
 from preheat.interop.settings import Settings, has_experts
 from preheat.models import presets
 from preheat.recipe import Recipe
+from preheat.sanitize import quote_value
 
 __all__ = ["SOURCE_KEYS", "resolve_recipe", "read_recipe"]
 
@@ -51,7 +54,38 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     precision = techniques.get("mixed_precision")
     if precision is not None and vars(precision)["mode"] == "auto":
         techniques["mixed_precision"] = replace(precision, mode="bf16")  # type: ignore[call-arg]
+    if "lora" in techniques:
+        techniques["lora"] = _name_targets(recipe, techniques["lora"])
     return replace(recipe, model=model, stop=stop, data=_resolve_data(recipe.data), techniques=techniques)
+
+
+def _name_targets(recipe: Recipe, lora: Technique) -> Technique:
+    """Names the layers that `target_modules` selects by their kind, which is preheat's own vocabulary."""
+    from preheat.models.adapter_targets import KINDS, resolve  # imports torch
+    from preheat.models.hf import build_on_meta, configure
+
+    values = vars(lora)
+    targets = values["target_modules"]
+    if not {targets if isinstance(targets, str) else None, *targets} & {*KINDS}:
+        return lora
+    model = recipe.model
+    if model.path is not None and not Path(model.path).is_dir() and (known := presets.find_variant(model.path)):
+        model = replace(model, path=None, preset=known)  # its sizes are known without the hub
+    try:
+        part = build_on_meta(configure(replace(recipe, model=model)))
+    except RecipeError as error:
+        raise RecipeError(
+            f"techniques.lora.target_modules: {quote_value(targets)}: the layers of a kind have other names in each "
+            f"model, and this one's are not known ({error}); name them, like [q_proj, v_proj]"
+        ) from None
+    try:
+        names, experts = resolve(part, targets)
+    except SettingError as error:
+        raise RecipeError(f"techniques.lora.{error}") from None
+    last = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    alike = {name for name, _ in part.named_modules() if name.rpartition(".")[2] in last}
+    rank = values["expert_rank"] or (values["rank"] if experts else 0)
+    return replace(lora, target_modules=tuple(last) if alike == {*names} else names, expert_rank=rank)  # type: ignore[call-arg]
 
 
 def _resolve_data(data: Data) -> Data:
@@ -184,6 +218,7 @@ def _read_techniques(settings: Settings, values: Mapping[str, dict[str, Any]]) -
         targets = lora["target_modules"]
         settings.lora_targets = targets if isinstance(targets, str) else list(targets)
         settings.lora_variant, settings.pissa_iterations = lora["variant"], lora["pissa_iterations"]
+        settings.lora_experts = lora["expert_rank"] > 0 and has_experts(settings)
     if nf4 := values.get("nf4"):
         settings.quantized, settings.double_quantization = True, nf4["double_quantization"]
         settings.quantized_experts = nf4["experts"] and has_experts(settings)

@@ -105,6 +105,7 @@ class Settings:
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     lora_targets: str | list[str] | None = None
+    lora_experts: bool = False
     lora_variant: str = "lora"
     pissa_iterations: int = 0
     precision: str = "bf16"
@@ -237,6 +238,7 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "lora_alpha": ("techniques.lora.alpha",),
     "lora_dropout": ("techniques.lora.dropout",),
     "lora_targets": ("techniques.lora.target_modules",),
+    "lora_experts": ("techniques.lora.expert_rank",),
     "lora_variant": ("techniques.lora.variant",),
     "pissa_iterations": ("techniques.lora.pissa_iterations",),
     "precision": ("techniques.mixed_precision",),
@@ -490,6 +492,8 @@ def _build_lora(settings: Settings) -> JsonObject:
     lora: JsonObject = {"rank": settings.lora_rank, "alpha": float(alpha), "dropout": settings.lora_dropout}
     if settings.lora_targets is not None:
         lora["target_modules"] = settings.lora_targets
+    if settings.lora_experts and has_experts(settings):
+        lora["expert_rank"] = settings.lora_rank
     if settings.lora_variant != "lora":
         lora["variant"] = settings.lora_variant
     if settings.pissa_iterations and settings.lora_variant == "pissa":

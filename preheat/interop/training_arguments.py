@@ -26,6 +26,7 @@ from preheat.interop.hf_keys import (
     read_optimizer,
     read_schedule,
     read_target_modules,
+    read_target_parameters,
     read_variant,
 )
 from preheat.interop.keys import (
@@ -279,7 +280,7 @@ _LORA: Mapping[str, Handler] = {
     "use_dora": read_variant("dora"),
     "init_lora_weights": _read_first_values,
     "modules_to_save": assume("embedding and head stay frozen"),
-    "target_parameters": assume("the parameters of experts have no adapters"),
+    "target_parameters": read_target_parameters,
     "exclude_modules": assume("all layers of target_modules have adapters"),
     **_names("layers_to_transform layers_pattern", assume("all layers have adapters")),
     **_names("rank_pattern.* alpha_pattern.*", assume("all adapters have one rank")),

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from preheat.errors import RecipeError
-from preheat.interop.hf_keys import REWARDS, read_of_source, read_preference, read_validation, read_variant
+from preheat.interop.hf_keys import (
+    REWARDS,
+    read_of_source,
+    read_preference,
+    read_target_parameters,
+    read_validation,
+    read_variant,
+)
 from preheat.interop.hf_writing import (
     list_targets,
     write_batch,
@@ -20,6 +27,7 @@ from preheat.interop.hf_writing import (
     write_precision,
     write_saving,
     write_schedule,
+    write_target_parameters,
 )
 from preheat.interop.keys import (
     Assumed,
@@ -215,7 +223,7 @@ _MODEL: Mapping[str, Handler] = {
     "lora_alpha": take("lora_alpha", Entry.number),
     "lora_dropout": take("lora_dropout", Entry.fraction),
     "lora_target_modules": read_targets,
-    "lora_target_parameters": assume("the parameters of experts have no adapters"),
+    "lora_target_parameters": read_target_parameters,
     "lora_modules_to_save": assume("embedding and head stay frozen"),
     "lora_task_type": _read_task_type,
     "use_rslora": read_variant("rslora"),
@@ -449,6 +457,7 @@ def _write_adapter(draft: Draft) -> None:
     draft.say("lora_alpha", "lora_alpha", always=True)
     draft.say("lora_dropout", "lora_dropout")
     draft.say("lora_target_modules", "lora_targets", value=list_targets(settings))
+    write_target_parameters(draft, "lora_target_parameters")
     if settings.lora_variant in ("rslora", "dora"):
         draft.say(f"use_{settings.lora_variant}", "lora_variant", value=True)
     if settings.quantized:

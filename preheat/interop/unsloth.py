@@ -21,6 +21,7 @@ from preheat.interop.hf_keys import (
     read_max_steps,
     read_steps,
     read_target_modules,
+    read_target_parameters,
     read_variant,
     read_warmup,
 )
@@ -252,7 +253,7 @@ _ADAPT: Mapping[str, Handler] = {
     "loftq_config": assume("plain LoRA values"),
     "loftq_config.*": assume("plain LoRA values"),
     "modules_to_save": assume("embedding and head stay frozen"),
-    "target_parameters": assume("the parameters of experts have no adapters"),
+    "target_parameters": read_target_parameters,
     "qat_scheme": assume("without fake quantization, which costs less"),
     "offload_layers": assume("all layers stay on the device"),
     "checkpoint_skip_layers": assume("all layers are recomputed"),

@@ -62,6 +62,18 @@ PAIRS = "base_model: tiny\ndatasets: [{path: pairs.jsonl, type: chatml.intel}]\n
             "techniques.nf4.experts",
             True,
         ),
+        (
+            "base_model: Qwen/Qwen3-30B-A3B\nadapter: lora\nlora_r: 8\nlora_target_modules: [q_proj]\n"
+            "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
+            "techniques.lora.expert_rank",
+            8,
+        ),
+        (
+            "base_model: Qwen/Qwen3-30B-A3B\nadapter: lora\nlora_r: 8\nlora_target_modules: [q_proj]\n"
+            "lora_target_parameters: [mlp.experts.down_proj]",
+            "techniques.lora.expert_rank",
+            0,
+        ),
         ("unfrozen_parameters: ['layers.3[01]+.mlp']", "techniques.freeze.train", ("layers.3[01]+.mlp",)),
         ("unfrozen_parameters: ['layers.3.block_sparse_moe.gate']", "techniques.freeze", None),
         ("unfrozen_parameters: ['^lm_head.weight$']", "techniques.freeze", None),

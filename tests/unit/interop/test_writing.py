@@ -494,3 +494,42 @@ def test_experts_in_4_bits_are_said_or_listed(to: str, says: bool) -> None:
     written, file = write(parse(text), to)
     assert ("quantize_moe_experts: true" in file) is says
     assert ("techniques.nf4.experts" in {item.key for item in written.left_out}) is not says
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets", "expert_rank"),
+    [
+        ("target_modules: [q_proj, experts]", ["q_proj"], 8),
+        ("target_modules: attention", ["q_proj", "k_proj", "v_proj", "o_proj"], 0),
+        ("target_modules: [attention, experts]", ["q_proj", "k_proj", "v_proj", "o_proj"], 8),
+        ("target_modules: all-linear, expert_rank: 8", "all-linear", 8),
+    ],
+)
+@pytest.mark.parametrize("to", ["axolotl", "trl", "ms-swift"])
+def test_kinds_of_layers_are_written_by_their_names_and_experts_by_their_parameters(
+    to: str, lora: str, targets: str | list[str], expert_rank: int
+) -> None:
+    text = LORA.replace("path: tiny", "path: Qwen/Qwen3-30B-A3B").replace("dropout: 0.1", "dropout: 0")
+    text = text.replace("rank: 4, ", "rank: 8, ").replace("target_modules: [q_proj, o_proj]", lora)
+    written, file = write(parse(text), to)
+    assert not [item for item in written.left_out if item.key.startswith("techniques.lora")]
+    assert ("experts.gate_up_proj" in file) is (expert_rank > 0)
+    back = vars(read(file, Path(TARGETS[to].file.format(name="mine"))).recipe.techniques["lora"])
+    found = back["target_modules"]
+    assert (found if isinstance(found, str) else list(found)) == targets
+    assert back["expert_rank"] == expert_rank
+
+
+def test_experts_of_another_rank_and_unknown_kinds_of_layers_are_said() -> None:
+    text = LORA.replace("path: tiny", "path: Qwen/Qwen3-30B-A3B").replace("dropout: 0.1", "expert_rank: 2")
+    written, _ = write(parse(text), "trl")
+    assert "techniques.lora.expert_rank" in {item.key for item in written.left_out}
+    for change, words in (
+        ({"[q_proj, o_proj]": "recurrent", "path: tiny": "path: Qwen/Qwen3-30B-A3B"}, "'recurrent': the model has no"),
+        ({"[q_proj, o_proj]": "attention", "path: tiny": "path: org/none"}, "name them, like .q_proj, v_proj."),
+    ):
+        text = LORA
+        for old, new in change.items():
+            text = text.replace(old, new)
+        with pytest.raises(RecipeError, match=words):
+            write(parse(text), "trl")
