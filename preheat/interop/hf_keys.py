@@ -35,6 +35,7 @@ __all__ = [
     "switch",
 ]
 
+_STACKS = "gate_up_proj|up_proj|down_proj"
 LOGGING, SAVING = "logging and tracking", "saving"
 REWARDS = "training of or on rewards is not planned; preheat plans supervised training and preferences (dpo, orpo, kto)"
 VISION = "images and sound are not read from another trainer's file; write a recipe (model.part: whole) for images"
@@ -173,15 +174,13 @@ def read_target_modules(targets: list[str]) -> str | list[str]:
 
 
 def read_target_parameters(settings: Settings, entry: Entry) -> Outcome:
-    """Reads the parameters with adapters: the matrices of the experts, one parameter for those of a layer."""
+    """Reads the parameters with adapters: preheat adapts all matrices of the experts in all layers, or none."""
     if entry.is_off:
         return NoEffect("switched off")
     names = entry.texts()
-    stacks = {name.rpartition(".")[2] for name in names if re.fullmatch(r"(.+\.)?experts\.\w+", name)}
-    if len(stacks) < len(names) or "down_proj" not in stacks or not stacks & {"gate_up_proj", "up_proj"}:
-        return Assumed(
-            "the parameters of experts have no adapters: preheat has them on all matrices of experts or none"
-        )
+    stacks = {name.rpartition(".")[2] for name in names if re.fullmatch(rf"([a-z_]+\.)*experts\.({_STACKS})", name)}
+    if len(stacks) < len(names) or not ({"gate_up_proj", "down_proj"} <= stacks or {"up_proj", "down_proj"} <= stacks):
+        return Assumed("no parameters have adapters, but layers: preheat adapts all matrices of all experts or none")
     settings.lora_experts = True
     return Takes(("lora_experts",))
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat.interop.recipe_settings import list_expert_stacks
 from preheat.interop.settings import Settings
 from preheat.interop.writing import Draft
 
@@ -225,6 +226,9 @@ def list_targets(settings: Settings) -> list[str]:
 
 def write_target_parameters(draft: Draft, key: str) -> None:
     """Writes the experts' matrices as parameters with adapters."""
-    if draft.settings.lora_experts:
-        stacks = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
-        draft.say(key, "lora_experts", value=stacks)
+    if not draft.settings.lora_experts:
+        return
+    draft.say(key, "lora_experts", value=list_expert_stacks(draft.recipe))
+    draft.explain(
+        "techniques.lora.expert_rank", f"experts get the rank of the other layers, {draft.settings.lora_rank}"
+    )

@@ -1,4 +1,6 @@
-"""The settings of a recipe in terms that all trainers share: the way back of `settings.build_values`. No torch.
+"""The settings of a recipe in terms that all trainers share: the way back of `settings.build_values`.
+
+Torch is imported only to name the layers of a kind, or the parameters of experts.
 
 What these settings cannot express is not in them; `writing.compare` finds it.
 """
@@ -10,18 +12,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.core import registry
 from preheat.core.schema import Data
-from preheat.core.technique import Technique
 from preheat.errors import RecipeError, SettingError
 from preheat.interop.settings import Settings, has_experts
 from preheat.models import presets
 from preheat.recipe import Recipe
 from preheat.sanitize import quote_value
 
-__all__ = ["SOURCE_KEYS", "resolve_recipe", "read_recipe"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["SOURCE_KEYS", "list_expert_stacks", "name_layers", "read_recipe", "resolve_recipe"]
 
 SOURCE_KEYS = ("source", "layout", "columns", "text", "prompt", "completion", "subset", "split", "limit", "text_files")
 """Keys of the `data` section that each source has of its own."""
@@ -54,38 +58,68 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     precision = techniques.get("mixed_precision")
     if precision is not None and vars(precision)["mode"] == "auto":
         techniques["mixed_precision"] = replace(precision, mode="bf16")  # type: ignore[call-arg]
-    if "lora" in techniques:
-        techniques["lora"] = _name_targets(recipe, techniques["lora"])
     return replace(recipe, model=model, stop=stop, data=_resolve_data(recipe.data), techniques=techniques)
 
 
-def _name_targets(recipe: Recipe, lora: Technique) -> Technique:
-    """Names the layers that `target_modules` selects by their kind, which is preheat's own vocabulary."""
-    from preheat.models.adapter_targets import KINDS, resolve  # imports torch
-    from preheat.models.hf import build_on_meta, configure
+def name_layers(recipe: Recipe) -> Recipe:
+    """Names the layers that lora's `target_modules` selects by their kind, which is preheat's own vocabulary.
 
+    The names are those of the model, which is built without weights if there is a kind.
+
+    Raises:
+        RecipeError: the model's sizes are not known on this machine, or it has no such layers.
+    """
+    from preheat.models.adapter_targets import KINDS, resolve
+
+    if (lora := recipe.techniques.get("lora")) is None:
+        return recipe
     values = vars(lora)
     targets = values["target_modules"]
-    if not {targets if isinstance(targets, str) else None, *targets} & {*KINDS}:
-        return lora
-    model = recipe.model
-    if model.path is not None and not Path(model.path).is_dir() and (known := presets.find_variant(model.path)):
-        model = replace(model, path=None, preset=known)  # its sizes are known without the hub
+    if not ({targets} if isinstance(targets, str) else {*targets}) & {*KINDS}:
+        return recipe
     try:
-        part = build_on_meta(configure(replace(recipe, model=model)))
+        part = _build_model(recipe)
     except RecipeError as error:
+        if not str(error).startswith("model."):
+            raise
+        kinds = targets if isinstance(targets, str) else ", ".join(targets)
         raise RecipeError(
-            f"techniques.lora.target_modules: {quote_value(targets)}: the layers of a kind have other names in each "
-            f"model, and this one's are not known ({error}); name them, like [q_proj, v_proj]"
+            f"techniques.lora.target_modules: {quote_value(kinds)}: each model has other names for the layers of a "
+            f"kind, and this one's are not known ({error}); name them, like [q_proj, v_proj]"
         ) from None
     try:
         names, experts = resolve(part, targets)
     except SettingError as error:
         raise RecipeError(f"techniques.lora.{error}") from None
     last = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    alike = {name for name, _ in part.named_modules() if name.rpartition(".")[2] in last}
+    modules = [name for name, _ in part.named_modules()]
+    selected = {name for name in modules if any(f".{name}".endswith(f".{target}") for target in names)}
+    is_short = selected == {name for name in modules if name.rpartition(".")[2] in last}
     rank = values["expert_rank"] or (values["rank"] if experts else 0)
-    return replace(lora, target_modules=tuple(last) if alike == {*names} else names, expert_rank=rank)  # type: ignore[call-arg]
+    named = replace(lora, target_modules=tuple(last) if is_short else names, expert_rank=rank)  # type: ignore[call-arg]
+    return replace(recipe, techniques={**recipe.techniques, "lora": named})
+
+
+def list_expert_stacks(recipe: Recipe) -> list[str]:
+    """Returns peft's names of the experts' parameters; those of most families if the model's sizes are not known."""
+    from preheat.models.moe import experts_of
+    from preheat.ops.grouped_mm import stacks_of
+
+    try:
+        stacks = next((stacks_of(experts) for experts in experts_of(_build_model(recipe))), ())
+    except RecipeError:
+        stacks = ()
+    return [f"experts.{name}" for name in stacks or ("gate_up_proj", "down_proj")]
+
+
+def _build_model(recipe: Recipe) -> PreTrainedModel:
+    """Builds the recipe's model without weights."""
+    from preheat.models.hf import build_on_meta, configure
+
+    model = recipe.model
+    if model.path is not None and not Path(model.path).is_dir() and (known := presets.find_variant(model.path)):
+        model = replace(model, path=None, preset=known)  # its sizes are known without the hub
+    return build_on_meta(configure(replace(recipe, model=model)), trust=model.trust_remote_code)
 
 
 def _resolve_data(data: Data) -> Data:
@@ -218,7 +252,7 @@ def _read_techniques(settings: Settings, values: Mapping[str, dict[str, Any]]) -
         targets = lora["target_modules"]
         settings.lora_targets = targets if isinstance(targets, str) else list(targets)
         settings.lora_variant, settings.pissa_iterations = lora["variant"], lora["pissa_iterations"]
-        settings.lora_experts = lora["expert_rank"] > 0 and has_experts(settings)
+        settings.lora_experts = lora["expert_rank"] > 0
     if nf4 := values.get("nf4"):
         settings.quantized, settings.double_quantization = True, nf4["double_quantization"]
         settings.quantized_experts = nf4["experts"] and has_experts(settings)

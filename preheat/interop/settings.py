@@ -492,7 +492,7 @@ def _build_lora(settings: Settings) -> JsonObject:
     lora: JsonObject = {"rank": settings.lora_rank, "alpha": float(alpha), "dropout": settings.lora_dropout}
     if settings.lora_targets is not None:
         lora["target_modules"] = settings.lora_targets
-    if settings.lora_experts and has_experts(settings):
+    if settings.lora_experts:
         lora["expert_rank"] = settings.lora_rank
     if settings.lora_variant != "lora":
         lora["variant"] = settings.lora_variant

@@ -21,7 +21,7 @@ from preheat.core import Slot, Stage, Tag, Technique, registry
 from preheat.core.schema import Data
 from preheat.errors import RecipeError
 from preheat.interop.deepspeed import add_masters
-from preheat.interop.recipe_settings import SOURCE_KEYS, read_recipe, resolve_recipe
+from preheat.interop.recipe_settings import SOURCE_KEYS, name_layers, read_recipe, resolve_recipe
 from preheat.interop.settings import Settings, build_values
 from preheat.interop.trainer_defaults import Default
 from preheat.recipe import Recipe, parse, to_values
@@ -152,10 +152,11 @@ class Draft:
             checkpoint: the trainer takes its model from a checkpoint.
 
         Raises:
-            RecipeError: the recipe names no checkpoint, or does not say what batch a device has.
+            RecipeError: the recipe names no checkpoint, does not say what batch a device has, or names a kind of layers
+                of a model that is not known here.
             DataError: the rows of a file have no known layout.
         """
-        self.recipe = resolve_recipe(recipe)
+        self.recipe = resolve_recipe(recipe) if companion else name_layers(resolve_recipe(recipe))
         self.title = title
         self.settings = read_recipe(self.recipe)
         stated: dict[str, Any] = {"lora_dropout": adapter_dropout}

@@ -107,7 +107,7 @@ class Dashboard:
     def open_page(self, browser: Browser, width: int = 1600, height: int = 1000) -> Page:
         """Opens a page in a browser profile of its own, logged in. Errors of scripts fail the test that reads them."""
         page = browser.new_context(viewport={"width": width, "height": height}).new_page()
-        page.set_default_timeout(TIMEOUT_MS)
+        page.context.set_default_timeout(TIMEOUT_MS)  # of further tabs, too
         page.goto(self.login)
         return page
 

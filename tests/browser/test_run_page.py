@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from preheat.core.run_records import Checkpoint, Resumed, Stopping
+from preheat.core.run_records import Checkpoint, Resumed, StepMetrics, Stopping
 from preheat.run.reader import Reader
 from preheat.run.writer import Writer
 
@@ -140,6 +140,29 @@ def test_the_last_of_several_quick_changes_is_shown(dashboard: Dashboard, page: 
         writer.write_event(event)
         expect(timeline).to_contain_text(kind)
     writer.close()
+
+
+def test_a_chart_out_of_view_is_drawn_when_it_comes_into_view(
+    browser: Browser, dashboard: Dashboard, finished: Path
+) -> None:
+    run = dashboard.folder / "copied"
+    shutil.copytree(finished, run)
+    page = dashboard.open_page(browser, height=500)
+    page.wait_for_timeout(500)
+    page.goto(dashboard.find_url(run))
+    expect(page.locator("#timeline")).to_contain_text("finished")
+    charts = page.locator("figure.chart")
+    expect(page.locator("figure.chart path.curve")).to_have_count(charts.count())
+    last = charts.filter(has_text="Learning rate")
+    step = Reader(run).metrics()[-1].step + 1
+    writer = Writer(run, resume=True)
+    writer.write_metric(StepMetrics(step, tokens=1, loss=77.25, lr=5.5, elapsed=9.0))
+    writer.close()
+    expect(charts.first.locator(".chart-value")).to_contain_text("77.25")
+    assert "5.5" not in last.locator(".chart-value").inner_text()
+    last.scroll_into_view_if_needed()
+    expect(last.locator(".chart-value")).to_contain_text("5.5")
+    page.context.close()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

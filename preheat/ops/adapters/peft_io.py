@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from preheat.errors import RecipeError
+from preheat.errors import RecipeError, SettingError
 from preheat.model_folder import FAULTS, check_finite, describe_fault
 from preheat.ops.adapters.moe_lora import adapted_experts, add_pairs, view_as_peft
 from preheat.ops.adapters.peft_layers import adapter_tensors, base_layer_of, draw, inject, names_of, parameters_of
@@ -121,6 +121,10 @@ class AdapterFolder:
             config.target_modules = {rename(name) or name for name in targets}
         if self.has_experts:
             config.target_parameters = [rename(name) or name for name in self._parameters]  # type: ignore[attr-defined]
+        for pattern in ("rank_pattern", "alpha_pattern"):
+            values: dict[str, Any] = getattr(config, pattern, None) or {}
+            if values:
+                setattr(config, pattern, {rename(key) or key: value for key, value in values.items()})
         return dataclasses.replace(self, config=config, rename=rename)
 
     @property
@@ -449,7 +453,7 @@ def register_start(
 ) -> str:
     """Registers the values of the folder `start` for injected adapters, after all their other initial values.
 
-    What the file leaves out keeps those.
+    Values that the file leaves out keep their initialization.
 
     Args:
         weights: source of the base's weights.
@@ -471,7 +475,12 @@ def register_start(
     adapted = {id(module) for module in adapted_experts(model)}
     for name, module in model.named_modules():
         if id(module) in adapted and folder.list_stacks(name, module) != list(stacks_of(module)):
-            raise folder.fault(f"has no adapters for all matrices of {name}, as the recipe; leave the start out")
+            raise folder.fault(
+                f"has no adapters for all expert matrices of {name}, which the recipe adapts; set expert_rank: 0 or "
+                "leave the start out"
+            )
+    if folder.has_experts and not adapted:
+        raise folder.fault("also adapts experts, and the recipe does not; set expert_rank to their rank")
     folder.fits(model)
     # Last, since fingerprints open the weight files.
     folder.on_base(path or "", weights)
@@ -485,7 +494,8 @@ def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
     config.target_parameters = None  # type: ignore[attr-defined]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft draws random values that are then overwritten, and would warn of patterns for the experts' parameters.
-        warnings.filterwarnings("ignore", message="The following .*_pattern keys", category=RuntimeWarning)
+        if folder.has_experts:
+            warnings.filterwarnings("ignore", message="The following .*_pattern keys", category=RuntimeWarning)
         try:
             # peft takes the family's usual targets if there are none.
             names = inject(model, config) if config.target_modules or not folder.has_experts else []
@@ -512,6 +522,11 @@ def _add_expert_pairs(model: nn.Module, folder: AdapterFolder) -> list[str]:
     for name, module in list(model.named_modules()):
         if not (stacks := folder.list_stacks(name, module)):
             continue
+        if not hasattr(module, "is_transposed"):
+            raise folder.fault(
+                f"adapts experts that transformers computes in a way that leaves no place for adapters ({name}); merge "
+                "it with peft and name the merged model"
+            )
         pairs = {stack: folder.find_rank_and_scale(f"{name}.{stack}") for stack in stacks}
         if len({*pairs.values()}) > 1:
             ranks = " and ".join(f"rank {rank}, scale {scale:g} for {s}" for s, (rank, scale) in pairs.items())
@@ -519,7 +534,14 @@ def _add_expert_pairs(model: nn.Module, folder: AdapterFolder) -> list[str]:
                 f"has {ranks} at {name}, and preheat supports one rank and scale; merge it with peft and name the "
                 "merged model"
             )
-        add_pairs([module], *pairs[stacks[0]])
+        rank, scale = pairs[stacks[0]]
+        try:
+            add_pairs([module], rank, scale)
+        except SettingError:
+            raise folder.fault(
+                f"has rank {rank} at {name}, more than an expert's matrices have; merge it with peft and name the "
+                "merged model"
+            ) from None
         for stack in stacks_of(module):  # those that the adapter leaves alone get an addition of zero
             for part in "AB":
                 module.get_parameter(f"{stack}_lora_{part}").data.zero_()

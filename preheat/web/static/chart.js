@@ -20,6 +20,7 @@
   };
   const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours of training" };
   const UPDATE_MS = 2000;
+  const UNSEEN_UPDATE_MS = 30000;
   const COLOURS = 8;
   const TABLE_ROWS = 24;
 
@@ -128,6 +129,8 @@
       this.observer.observe(figure);
       this.viewObserver = new IntersectionObserver((entries) => {
         this.isInView = entries.at(-1).isIntersecting;
+        clearTimeout(this.timer);
+        this.timer = 0;
         this.scheduleLoad();
       }, { rootMargin: "200px" });
       this.viewObserver.observe(figure);
@@ -162,6 +165,8 @@
     }
 
     load() {
+      clearTimeout(this.timer);
+      this.timer = 0;
       this.loaded = Date.now();
       this.isStale = false;
       this.loading = this.readCurves();
@@ -228,7 +233,7 @@
       return Promise.all(this.ids.map(async (id) => (await this.fetch(`/api/runs/${id}`)).name));
     }
 
-    // A change of a run that is shown: at once, but not more often than every two seconds, and not before it is in view.
+    // A change of a run that is shown: at once, but not more often than every two seconds, or every 30 out of view.
     update(ids) {
       if (ids && !ids.some((id) => this.ids.includes(id))) return;
       this.isStale = true;
@@ -236,11 +241,12 @@
     }
 
     scheduleLoad() {
-      if (!this.isStale || !this.isInView || this.timer) return;
+      if (!this.isStale || this.timer) return;
+      const next = this.loaded + (this.isInView ? UPDATE_MS : UNSEEN_UPDATE_MS);
       this.timer = setTimeout(() => {
         this.timer = 0;
         if (this.figure.isConnected) this.load();
-      }, Math.max(0, this.loaded + UPDATE_MS - Date.now()));
+      }, Math.max(0, next - Date.now()));
     }
 
     // Curves as they are drawn: [{name, colour, x, mean, low, high, smoothed, broken}].
@@ -428,8 +434,11 @@
 
     async complete() {
       if (this.isStale) this.load();
-      await this.loading;
-      this.fillTable();
+      let answer;
+      do {
+        answer = this.loading;
+        await answer;
+      } while (answer !== this.loading);
     }
 
     fillTable() {
@@ -564,7 +573,9 @@
   document.addEventListener("preheat:save", (event) => {
     for (const figure of document.querySelectorAll("figure.chart[data-runs]")) {
       const chart = drawn.get(figure);
-      if (chart) event.detail.tasks.push(chart.complete());
+      if (!chart) continue;
+      event.detail.tasks.push(chart.complete());
+      event.detail.charts.push(chart);
     }
   });
   // Fragments that htmx brings may have charts.

@@ -6,11 +6,15 @@
   const LIVE = "script, link, style, noscript, meta[name='htmx-config'], meta[http-equiv], form, .actions, .chart-tools, body > header, .skip, button, input, select, textarea, iframe, [data-live]";
   const URLS = ["href", "src", "action", "data-prefix", "data-points", "data-stream", "data-watch"];
 
+  const WAIT_MS = 5000;
+
   const copyPage = async () => {
-    // Charts read what is new, and fill their tables of values, which are closed on the page.
+    // Charts read what is new, if the server answers soon, and fill their tables of values, which are closed on the page.
     const tasks = [];
-    document.dispatchEvent(new CustomEvent("preheat:save", { detail: { tasks } }));
-    await Promise.all(tasks);
+    const charts = [];
+    document.dispatchEvent(new CustomEvent("preheat:save", { detail: { tasks, charts } }));
+    await Promise.race([Promise.all(tasks), new Promise((resolve) => setTimeout(resolve, WAIT_MS))]);
+    for (const chart of charts) chart.fillTable();
     const page = document.documentElement.cloneNode(true);
     const canvases = document.querySelectorAll("canvas");
     page.querySelectorAll("canvas").forEach((canvas, n) => {
@@ -64,7 +68,9 @@
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("#save-page");
     if (!button) return;
+    button.disabled = true;
     const page = await copyPage();
+    button.disabled = false;
     complete(page);
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([`<!doctype html>\n${page.outerHTML}`], { type: "text/html" }));

@@ -74,6 +74,12 @@ PAIRS = "base_model: tiny\ndatasets: [{path: pairs.jsonl, type: chatml.intel}]\n
             "techniques.lora.expert_rank",
             0,
         ),
+        (
+            "base_model: Qwen/Qwen3-30B-A3B\nadapter: lora\nlora_r: 8\nlora_target_modules: [q_proj]\n"
+            "lora_target_parameters: [7.mlp.experts.gate_up_proj, 7.mlp.experts.down_proj]",
+            "techniques.lora.expert_rank",
+            0,
+        ),
         ("unfrozen_parameters: ['layers.3[01]+.mlp']", "techniques.freeze.train", ("layers.3[01]+.mlp",)),
         ("unfrozen_parameters: ['layers.3.block_sparse_moe.gate']", "techniques.freeze", None),
         ("unfrozen_parameters: ['^lm_head.weight$']", "techniques.freeze", None),

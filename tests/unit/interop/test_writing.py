@@ -501,6 +501,7 @@ def test_experts_in_4_bits_are_said_or_listed(to: str, says: bool) -> None:
     [
         ("target_modules: [q_proj, experts]", ["q_proj"], 8),
         ("target_modules: attention", ["q_proj", "k_proj", "v_proj", "o_proj"], 0),
+        ("target_modules: [attention, gate]", ["q_proj", "k_proj", "v_proj", "o_proj", "gate"], 0),
         ("target_modules: [attention, experts]", ["q_proj", "k_proj", "v_proj", "o_proj"], 8),
         ("target_modules: all-linear, expert_rank: 8", "all-linear", 8),
     ],
@@ -515,21 +516,28 @@ def test_kinds_of_layers_are_written_by_their_names_and_experts_by_their_paramet
     assert not [item for item in written.left_out if item.key.startswith("techniques.lora")]
     assert ("experts.gate_up_proj" in file) is (expert_rank > 0)
     back = vars(read(file, Path(TARGETS[to].file.format(name="mine"))).recipe.techniques["lora"])
-    found = back["target_modules"]
-    assert (found if isinstance(found, str) else list(found)) == targets
+    names = back["target_modules"]
+    assert (names if isinstance(names, str) else list(names)) == targets
     assert back["expert_rank"] == expert_rank
 
 
-def test_experts_of_another_rank_and_unknown_kinds_of_layers_are_said() -> None:
+def test_experts_of_another_rank_and_kinds_of_unknown_models_are_reported() -> None:
     text = LORA.replace("path: tiny", "path: Qwen/Qwen3-30B-A3B").replace("dropout: 0.1", "expert_rank: 2")
-    written, _ = write(parse(text), "trl")
-    assert "techniques.lora.expert_rank" in {item.key for item in written.left_out}
-    for change, words in (
-        ({"[q_proj, o_proj]": "recurrent", "path: tiny": "path: Qwen/Qwen3-30B-A3B"}, "'recurrent': the model has no"),
-        ({"[q_proj, o_proj]": "attention", "path: tiny": "path: org/none"}, "name them, like .q_proj, v_proj."),
+    (left_out,) = [item for item in write(parse(text), "trl")[0].left_out if item.key == "techniques.lora.expert_rank"]
+    assert left_out.why == "experts get the rank of the other layers, 4"
+    unknown = LORA.replace("[q_proj, o_proj]", "attention").replace("path: tiny", "path: org/none")
+    with pytest.raises(
+        RecipeError, match=r"'attention': each model has other names.*name them, like \[q_proj, v_proj\]"
     ):
-        text = LORA
-        for old, new in change.items():
-            text = text.replace(old, new)
-        with pytest.raises(RecipeError, match=words):
-            write(parse(text), "trl")
+        write(parse(unknown), "trl")
+    write(parse(unknown), "deepspeed")  # whose file is not about adapters
+    absent = LORA.replace("[q_proj, o_proj]", "recurrent").replace("path: tiny", "path: Qwen/Qwen3-30B-A3B")
+    with pytest.raises(RecipeError, match="'recurrent': the model has no such layers"):
+        write(parse(absent), "trl")
+
+
+def test_experts_without_a_gate_have_another_parameter() -> None:
+    text = LORA.replace("path: tiny", "path: nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16").replace("dropout: 0.1, ", "")
+    _, file = write(parse(text.replace("[q_proj, o_proj]", "[attention, experts]")), "trl")
+    assert "experts.up_proj" in file
+    assert "gate_up_proj" not in file

@@ -119,25 +119,29 @@ def test_training_starts_from_a_folder(more: tuple[str, ...], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "recipe", "words"),
+    ("settings", "recipe", "message"),
     [
         (
             {"target_parameters": BOTH},
             "rank: 4, expert_rank: 2",
             r"experts.* of shape .16, 24., the model needs .8, 24.",
         ),
-        ({"target_parameters": BOTH}, "rank: 4", "which the model does not have; is it for other targets"),
-        ({"target_parameters": BOTH[:1]}, "rank: 4, expert_rank: 4", "has no adapters for all matrices of"),
-        ({"target_parameters": ["gate.weight"]}, "rank: 4", "gate"),
+        ({"target_parameters": BOTH}, "rank: 4", "also adapts experts, and the recipe does not; set expert_rank"),
+        ({"target_parameters": BOTH[:1]}, "rank: 4, expert_rank: 4", "has no adapters for all expert matrices of"),
+        (
+            {"target_parameters": ["gate.weight"]},
+            "rank: 4",
+            "mlp.gate",
+        ),
     ],
     ids=["rank", "no experts", "one matrix", "router"],
 )
 def test_a_start_that_differs_from_the_recipe_is_an_error(
-    settings: dict[str, Any], recipe: str, words: str, tmp_path: Path
+    settings: dict[str, Any], recipe: str, message: str, tmp_path: Path
 ) -> None:
     base, adapter = write_base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter"
     write_adapter(base, adapter, r=4, lora_alpha=8, target_modules=ATTENTION, **settings)
-    with pytest.raises(RecipeError, match=words) as error:
+    with pytest.raises(RecipeError, match=message) as error:
         build_model(base, f"techniques.lora={{target_modules: [q_proj, v_proj], alpha: 8, {recipe}, start: {adapter}}}")
     assert "\n" not in str(error.value)
 
@@ -150,10 +154,11 @@ def test_a_folder_that_cannot_be_computed_is_an_error(tmp_path: Path) -> None:
     changes = {
         "rank 4, scale 2 for gate_up_proj and rank 4, scale 4 for down_proj": {"alpha_pattern": {".*down_proj": 16}},
         "changes lm_head.bias .target_parameters.": {"target_parameters": ["lm_head.bias"]},
+        "has rank 64 at .*, more than an expert's matrices have": {"rank_pattern": {".*experts.*": 64}},
     }
-    for words, change in changes.items():
+    for message, change in changes.items():
         settings.write_text(json.dumps(written | change))
-        with pytest.raises(RecipeError, match=words):
+        with pytest.raises(RecipeError, match=message):
             put_in(build_model(base).trained[0], read_folder(adapter, "adapter"))
     settings.write_text(json.dumps(written))
     dense = tmp_path / "dense"
