@@ -315,19 +315,17 @@ class Lora(Technique):
         count = len(names)
         if expert_rank:
             count += self._initialize_experts(build, part)
-        begun = ""
-        if self.start:
-            begun = register_start(
-                build.weights,
-                part,
-                config,
-                names,
-                start=self.start,
-                path=build.recipe.model.path,
-                knob="techniques.lora.start",
-                called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
-                rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
-            )
+        begun = register_start(
+            build.weights,
+            part,
+            config,
+            names,
+            start=self.start,
+            path=build.recipe.model.path,
+            knob="techniques.lora.start",
+            called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
+            rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
+        )
         # peft would cast the adapters' inputs to fp32, and autocast cast them back at once, a copy each.
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # DoRA's norms need fp32

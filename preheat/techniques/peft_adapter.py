@@ -236,19 +236,17 @@ class PeftAdapter(Technique):
             on = f"{self.method} on {quote_value(self.target_modules)}"
             raise RecipeError(f"techniques.peft_adapter: {on}: {str(error).splitlines()[0][:200]}") from None
         register_initial_values(build.weights, part, config, names)
-        start_note = ""
-        if self.start:
-            start_note = register_start(
-                build.weights,
-                part,
-                config,
-                names,
-                start=self.start,
-                path=build.recipe.model.path,
-                knob="techniques.peft_adapter.start",
-                called={},
-                rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
-            )
+        start_note = register_start(
+            build.weights,
+            part,
+            config,
+            names,
+            start=self.start,
+            path=build.recipe.model.path,
+            knob="techniques.peft_adapter.start",
+            called={},
+            rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
+        )
         trained, total = count_parameters(part)
         return Change(
             f"{self.method} on {describe(part, names)}{start_note}: {trained:,} of "

@@ -445,13 +445,13 @@ def register_start(
     config: PeftConfig,
     names: list[str],
     *,
-    start: str,
+    start: str | None,
     path: str | None,
     knob: str,
     called: Mapping[str, str],
     rename: Callable[[str], str | None] | None = None,
 ) -> str:
-    """Registers the values of the folder `start` for injected adapters, after all their other initial values.
+    """Registers the values of the folder `start`, if given, for injected adapters: after all their initial values.
 
     Values that the file leaves out keep their initialization.
 
@@ -464,11 +464,13 @@ def register_start(
         rename: as in `AdapterFolder`, if the model is the text part of the base.
 
     Returns:
-        Text for the run's summary: ', begun from ...'.
+        Text for the run's summary: '' or ', begun from ...'.
 
     Raises:
         RecipeError: the folder's adapter does not match this model, base or settings.
     """
+    if not start:
+        return ""
     folder = read_folder(start, knob)
     folder = folder if rename is None else folder.on_text_part(rename)
     folder.agrees(config, called)
