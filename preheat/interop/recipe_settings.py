@@ -23,7 +23,7 @@ from preheat.recipe import Recipe
 from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["SOURCE_KEYS", "list_expert_stacks", "name_layers", "read_recipe", "resolve_recipe"]
 
@@ -78,15 +78,14 @@ def name_layers(recipe: Recipe) -> Recipe:
     if not ({targets} if isinstance(targets, str) else {*targets}) & {*KINDS}:
         return recipe
     try:
-        part = _build_model(recipe)
+        sizes = _read_sizes(recipe)
     except RecipeError as error:
-        if not str(error).startswith("model."):
-            raise
         kinds = targets if isinstance(targets, str) else ", ".join(targets)
         raise RecipeError(
             f"techniques.lora.target_modules: {quote_value(kinds)}: each model has other names for the layers of a "
             f"kind, and this one's are not known ({error}); name them, like [q_proj, v_proj]"
         ) from None
+    part = _build_model(recipe, sizes)
     try:
         names, experts = resolve(part, targets)
     except SettingError as error:
@@ -106,20 +105,33 @@ def list_expert_stacks(recipe: Recipe) -> list[str]:
     from preheat.ops.grouped_mm import stacks_of
 
     try:
-        stacks = next((stacks_of(experts) for experts in experts_of(_build_model(recipe))), ())
+        model = _build_model(recipe, _read_sizes(recipe))
     except RecipeError:
-        stacks = ()
+        stacks: tuple[str, ...] = ()
+    else:
+        stacks = next((stacks_of(experts) for experts in experts_of(model)), ())
     return [f"experts.{name}" for name in stacks or ("gate_up_proj", "down_proj")]
 
 
-def _build_model(recipe: Recipe) -> PreTrainedModel:
-    """Builds the recipe's model without weights."""
-    from preheat.models.hf import build_on_meta, configure
+def _read_sizes(recipe: Recipe) -> PretrainedConfig:
+    """Returns the configuration of the recipe's model, from its folder or from the presets, without the hub.
+
+    Raises:
+        RecipeError: it is not known on this machine.
+    """
+    from preheat.models import configs
 
     model = recipe.model
     if model.path is not None and not Path(model.path).is_dir() and (known := presets.find_variant(model.path)):
-        model = replace(model, path=None, preset=known)  # its sizes are known without the hub
-    return build_on_meta(configure(replace(recipe, model=model)), trust=model.trust_remote_code)
+        model = replace(model, path=None, preset=known)
+    return configs.of(replace(recipe, model=model), None)
+
+
+def _build_model(recipe: Recipe, sizes: PretrainedConfig) -> PreTrainedModel:
+    """Builds the recipe's model without weights."""
+    from preheat.models.hf import build_on_meta, configure
+
+    return build_on_meta(configure(recipe, source=sizes), trust=recipe.model.trust_remote_code)
 
 
 def _resolve_data(data: Data) -> Data:
