@@ -11,56 +11,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 from preheat.bench.messages import ZeroJob, ZeroTurn, encode
-from preheat.hardware.child_processes import describe_exit, last_error_line, local_group, tie_to_parent
+from preheat.hardware.child_processes import describe_exit
+from preheat.hardware.rank_processes import RankProcesses
 
 __all__ = ["main", "run_processes", "take_steps"]
 
 
 def run_processes(job: ZeroJob) -> list[ZeroTurn] | str:
     """Runs one contender; returns the measurements of each process, or the reason why it did not run."""
-    world = job.world
-    # Without a limit each process would start a thread per core, and all would wait for each other.
-    threads = max(1, (os.cpu_count() or 1) // world)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, RankProcesses(job.world, keep_errors=True) as ranks:
         path = Path(folder) / "job.json"
         path.write_text(encode(job), encoding="utf-8")
-        command = [sys.executable, "-m", "preheat.bench.zero_trial", str(path)]
-        started: list[subprocess.Popen[bytes]] = []
-        with ExitStack() as stack:
-            # Files instead of pipes: a full pipe would block its rank, and with it the others, which are read later.
-            errors = [
-                stack.enter_context((Path(folder) / f"{rank}.log").open("w+", encoding="utf-8", errors="replace"))
-                for rank in range(world)
-            ]
-            # Also after an error or an interrupt: no process must outlive the trial.
-            stack.callback(_end, started)
-            for rank in range(world):
-                started.append(
-                    subprocess.Popen(
-                        tie_to_parent([*command, str(rank)]),
-                        stdout=subprocess.DEVNULL,
-                        stderr=errors[rank],
-                        env={**os.environ, "OMP_NUM_THREADS": str(threads), **local_group()},
-                    )
-                )
-            for process in started:
-                process.wait()
-            for process, error in zip(started, errors, strict=True):
-                if process.returncode:
-                    last = last_error_line(error) if process.returncode > 0 else ""
-                    return last or f"a process {describe_exit(process.returncode)}"
-        results = [(Path(folder) / f"{rank}.json").read_text(encoding="utf-8") for rank in range(world)]
+        for rank in range(job.world):
+            command = [sys.executable, "-m", "preheat.bench.zero_trial", str(path), str(rank)]
+            ranks.start(command, stdout=subprocess.DEVNULL)
+        if (failed := ranks.wait()) is not None:
+            code = ranks.processes[failed].returncode
+            last = ranks.last_error_line(failed) if code > 0 else ""
+            return last or f"a process {describe_exit(code)}"
+        results = [(Path(folder) / f"{rank}.json").read_text(encoding="utf-8") for rank in range(job.world)]
         return [ZeroTurn(**json.loads(text)) for text in results]
-
-
-def _end(started: list[subprocess.Popen[bytes]]) -> None:
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def take_steps(job: ZeroJob, rank: int, folder: Path) -> ZeroTurn:

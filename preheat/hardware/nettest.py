@@ -9,25 +9,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from preheat.core.nettest import Expected, Measurement, NettestResult
 from preheat.errors import RecipeError, RunError
 from preheat.files import read_record, to_json
 from preheat.hardware.catalogue import find_accelerator
-from preheat.hardware.child_processes import (
-    LOOPBACK,
-    describe_exit,
-    last_error_line,
-    listen,
-    local_group,
-    tie_to_parent,
-)
+from preheat.hardware.child_processes import describe_exit, listen
 from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
 from preheat.hardware.link_rates import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
+from preheat.hardware.rank_processes import RankProcesses
 
 if TYPE_CHECKING:
     from typing import IO
@@ -131,56 +125,29 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
         result = Path(folder) / "result.json"
         command = [sys.executable, "-c", "from preheat.hardware.nettest import _run_child; _run_child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
-        started: list[subprocess.Popen[str]] = []
-        # Files instead of pipes: nobody reads them until the end, and a full pipe would block a rank.
-        error_files = [
-            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-            for _ in range(processes)
-        ]
-        try:
+        with RankProcesses(processes, keep_errors=True) as ranks:
             for rank in range(processes):
-                place = {
-                    "RANK": rank,
-                    "LOCAL_RANK": rank,
-                    "WORLD_SIZE": processes,
-                    "LOCAL_WORLD_SIZE": processes,
-                    "MASTER_PORT": port,
-                }
-                environment = {
-                    **os.environ,
-                    **{key: str(value) for key, value in place.items()},
-                    "MASTER_ADDR": LOOPBACK,
-                }
-                # Set on all ranks, so that none falls back to torch's rendezvous; only rank 0 serves the store.
-                environment[LISTENING] = str(listening.fileno()) if rank == 0 else ""
-                started.append(
-                    subprocess.Popen(
-                        tie_to_parent(command),
-                        env=environment | local_group(),
-                        stdout=subprocess.PIPE if rank == 0 else None,
-                        stderr=error_files[rank],
-                        text=True,
-                        pass_fds=(listening.fileno(),) if rank == 0 else (),
-                    )
+                inherited = (listening.fileno(),) if rank == 0 else ()
+                ranks.start(
+                    command,
+                    # Set on all ranks, so that none falls back to torch's rendezvous; only rank 0 serves the store.
+                    environment={"MASTER_PORT": str(port), LISTENING: "".join(map(str, inherited))},
+                    stdout=subprocess.PIPE if rank == 0 else None,
+                    pass_fds=inherited,
                 )
             listening.close()  # rank 0 inherited it
-            _wait_for(started, tell)
-            # `_wait_for` does not poll the ranks that it kills, so only ranks that failed on their own have a return
-            # code.
-            failed = [rank for rank, process in enumerate(started) if process.returncode]
-            if failed:
-                _raise_error_of(failed[0], started[failed[0]].returncode, error_files[failed[0]])
+            first = ranks.processes[0].stdout
+            assert first is not None
+            # In a thread, because reading blocks while a silent rank 0 waits for one that has failed.
+            progress = threading.Thread(target=_forward_progress, args=(first, tell), daemon=True)
+            progress.start()
+            failed = ranks.wait()
+            ranks.kill()
+            # The pipe ends with rank 0, so the thread has little left to read.
+            progress.join(timeout=5)
+            if failed is not None:
+                _raise_error_of(failed, ranks.processes[failed].returncode, ranks.last_error_line(failed))
             return read_record(Measurement, json.loads(result.read_text(encoding="utf-8")))
-        finally:
-            for process in started:
-                # Also on Ctrl-C: no rank may outlive this call.
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
-            for file in error_files:
-                file.close()
 
 
 def _open_rendezvous_socket(port: int | None) -> socket.socket:
@@ -193,35 +160,15 @@ def _open_rendezvous_socket(port: int | None) -> socket.socket:
         ) from None
 
 
-def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
-    """Forwards the progress until all processes have ended or one has failed."""
-    import threading
-
-    first = started[0].stdout
-    assert first is not None
-
-    def collect_line() -> None:
-        for line in first:
-            if tell is not None:
-                what, done = json.loads(line)
-                tell(what, done)
-
-    # In a thread, because reading blocks while a silent rank 0 waits for one that has failed.
-    hearing = threading.Thread(target=collect_line, daemon=True)
-    hearing.start()
-    while any(process.poll() is None for process in started) and not any(process.returncode for process in started):
-        time.sleep(0.05)
-    if any(process.returncode for process in started):
-        time.sleep(0.5)  # gives processes that fail for the same reason time to report it
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-    # The pipe ends with rank 0, so the thread has little left to read.
-    hearing.join(timeout=5)
+def _forward_progress(lines: IO[bytes], tell: Told | None) -> None:
+    for line in lines:
+        if tell is not None:
+            what, done = json.loads(line)
+            tell(what, done)
 
 
-def _raise_error_of(rank: int, code: int, error_file: IO[str]) -> None:
-    last = last_error_line(error_file) or f"exit {code}"
+def _raise_error_of(rank: int, code: int, last: str) -> NoReturn:
+    last = last or f"exit {code}"
     # `_run_child` wrote the class and the message; the user gets the error as if it was raised here.
     for kind in (RecipeError, RunError):
         if last.startswith(f"{kind.__name__}: "):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,17 +19,9 @@ from typing import IO, TYPE_CHECKING
 
 from preheat.errors import RunError
 from preheat.files import parse_json
-from preheat.hardware.child_processes import (
-    LOOPBACK,
-    catches_signal,
-    create_local_store,
-    describe_exit,
-    listen,
-    local_group,
-    tie_to_parent,
-)
+from preheat.hardware.child_processes import catches_signal, create_local_store, describe_exit, listen
 from preheat.hardware.interrupts import Interrupted
-from preheat.hardware.probe import count_cores
+from preheat.hardware.rank_processes import POLL_SECONDS, RankProcesses
 from preheat.training.process_group import BACKEND
 from preheat.training.signals import SAVE, Signals
 
@@ -44,7 +35,9 @@ __all__ = ["LAUNCHED", "LaunchResult", "explain_abort", "start"]
 
 LAUNCHED = "PREHEAT_LAUNCHED"
 """Set in the processes: this launcher recognizes the exit code of a signal and does not restart after it."""
-_POLL = 0.05  # seconds
+_STOPPED = {128 + n: n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+"""Exit codes of a run that saved on a signal, and the signals."""
+_SUCCESSES = {0, *_STOPPED}
 
 
 @dataclass
@@ -115,46 +108,36 @@ class _Launched:
     def __init__(self, command: Sequence[str], processes: int, signals: Signals):
         self.command, self.world, self.signals = command, processes, signals
         self.patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # as of torchrun
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.ranks = RankProcesses(processes)
         self.printed: list[IO[bytes]] = []
-        self.waited_for: list[int] = []  # processes that were still running when one failed
+        self.waited_for: list[int] = []  # ranks that were still running when one failed
 
     def run(self) -> LaunchResult:
-        # Without a limit each process would use all cores: a small step took 4.4 s instead of 0.16 s on two cores.
-        threads = str(max(1, count_cores() // self.world))
         with ExitStack() as stack:
             # The socket is opened here and handed to the store, so that no other program takes the port in between.
             listening = stack.enter_context(listen())
             port = listening.getsockname()[1]
-            shared = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **local_group()}
-            shared |= {
-                "MASTER_ADDR": LOOPBACK,
+            environment = {
                 "MASTER_PORT": str(port),
                 # The processes connect to this process's store: none of them must try to serve one.
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 LAUNCHED: "1",
             }
-            # Registered before the first start, so that an error halfway leaves no process behind.
-            stack.callback(self._kill)
-            for rank in range(self.world):
-                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
+            # Entered before the first start, so that an error halfway leaves no process behind.
+            stack.enter_context(self.ranks)
+            for _ in range(self.world):
                 # A file rather than a pipe: nobody reads while the processes run, and a full pipe would block them.
                 printed = stack.enter_context(tempfile.TemporaryFile()) if "--json" in self.command else None
                 self.printed += [printed] if printed else []
-                self.started.append(
-                    subprocess.Popen(
-                        tie_to_parent([sys.executable, "-m", "preheat", *self.command]),
-                        env=shared | {key: str(value) for key, value in ranks.items()},
-                        stdout=printed,
-                        start_new_session=True,  # so that Ctrl-C reaches only this process, which forwards it once
-                    )
-                )
+                command = [sys.executable, "-m", "preheat", *self.command]
+                # A session of its own, so that Ctrl-C reaches only this process, which forwards it once.
+                self.ranks.start(command, environment=environment, stdout=printed, new_session=True)
             store = create_local_store(
                 port, listening=listening.detach()
             )  # started last: the processes import torch meanwhile
             first = self._wait()
             # Read before the store is gone: it holds the last status of each rank.
-            aborted = first is not None and self.started[first].returncode == -signal.SIGABRT
+            aborted = first is not None and self.ranks.processes[first].returncode == -signal.SIGABRT
             why = explain_abort(store, self.world, self.waited_for) if aborted else ""
             del store
             return self._describe_end(first, why)
@@ -162,37 +145,28 @@ class _Launched:
     def _wait(self) -> int | None:
         """Waits until all have ended; returns the rank that failed first."""
         forwarded, failed, deadline = False, None, 0.0
-        while alive := [process for process in self.started if process.poll() is None]:
+        leader = self.ranks.processes[0]
+        while running := self.ranks.list_running():
             if self.signals.received is not None and not forwarded:
                 forwarded = True
-                for process in alive:
-                    process.send_signal(signal.Signals[self.signals.received])
+                self.ranks.terminate(signal.Signals[self.signals.received])
             # To rank 0, which tells the others, once its handler is there: the signal would end a process without one.
-            if self.signals.save_requested and catches_signal(self.started[0].pid, signal.Signals[SAVE]) is not False:
+            if self.signals.save_requested and catches_signal(leader.pid, signal.Signals[SAVE]) is not False:
                 self.signals.save_requested = False
-                self.started[0].send_signal(signal.Signals[SAVE])
-            if failed is None and (failed := self._find_failed_rank()) is not None:
+                leader.send_signal(signal.Signals[SAVE])
+            if failed is None and (failed := self.ranks.find_failed(_SUCCESSES)) is not None:
                 deadline = time.monotonic() + self.patience
                 # Recorded before they are terminated: these are the ranks that the failed one may have waited for.
-                self.waited_for = [rank for rank, process in enumerate(self.started) if process.poll() is None]
-                for process in alive:
-                    process.terminate()
+                self.waited_for = running
+                self.ranks.terminate()
             # A process that is stuck in a collective does not react to SIGTERM.
             if failed is not None and time.monotonic() > deadline:
-                self._kill()
-            time.sleep(_POLL)
-        return failed if failed is not None else self._find_failed_rank()
-
-    def _find_failed_rank(self) -> int | None:
-        """Returns the rank that failed; among several, a killed one, because the others' errors follow from it."""
-        codes = {rank: process.returncode for rank, process in enumerate(self.started) if process.returncode}
-        return next(
-            (rank for rank, code in codes.items() if code < 0),
-            next((r for r, c in codes.items() if not _is_stopped(c)), None),
-        )
+                self.ranks.kill()
+            time.sleep(POLL_SECONDS)
+        return failed if failed is not None else self.ranks.find_failed(_SUCCESSES)
 
     def _describe_end(self, failed: int | None, why: str = "") -> LaunchResult:
-        codes = [process.returncode for process in self.started]
+        codes = [process.returncode for process in self.ranks.processes]
         # Rank 0 prints the result; the files of the others are empty.
         result = next((printed for file in self.printed if (printed := _parse_object(file))), None)
         if failed is not None and codes[failed] < 0:
@@ -201,15 +175,8 @@ class _Launched:
             raise RunError(f"rank {failed} {describe_exit(codes[failed])}{why}")
         if failed is not None:
             return LaunchResult(codes[failed], result)
-        stopped = next((code for code in codes if _is_stopped(code)), 0)
-        return LaunchResult(stopped, result, signal.Signals(stopped - 128) if stopped else None)
-
-    def _kill(self) -> None:
-        for process in self.started:
-            if process.poll() is None:
-                process.kill()
-        for process in self.started:
-            process.wait()
+        stopped = next((code for code in codes if code in _STOPPED), 0)
+        return LaunchResult(stopped, result, _STOPPED.get(stopped))
 
 
 def explain_abort(store: Store, world: int, running: Sequence[int]) -> str:
@@ -242,11 +209,6 @@ def explain_abort(store: Store, world: int, running: Sequence[int]) -> str:
         ", as torch's watchdog does if an NCCL collective loses a process or exceeds parallel.timeout: "
         f"{lost}; start again with --resume"
     )
-
-
-def _is_stopped(code: int) -> bool:
-    """Returns True if a run exits with this code after it saved on a signal."""
-    return code in {128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
 def _parse_object(file: IO[bytes]) -> JsonObject | None:

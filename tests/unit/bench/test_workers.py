@@ -11,7 +11,7 @@ from preheat.bench import inference, zero_trial
 from preheat.bench.messages import InferenceJob, ZeroJob
 from preheat.core import Device
 from preheat.errors import RunError
-from preheat.hardware import benchmark_rates, link_rates
+from preheat.hardware import benchmark_rates, link_rates, rank_processes
 from preheat.hardware.benchmark_rates import grid_of
 from preheat.recipe import Sample
 
@@ -40,7 +40,7 @@ def test_a_rank_of_a_zero_trial_may_write_much_to_stderr(monkeypatch: pytest.Mon
     wait = "import pathlib, time; done = pathlib.Path(sys.argv[1]).with_name('done'); "
     rank_1 = "done.touch(); sys.exit('out of luck')"
     code = f"{LOUD}{wait}\nif sys.argv[2] == '1':\n  {rank_1}\nwhile not done.exists(): time.sleep(0.01)"
-    runs(monkeypatch, zero_trial, code)
+    runs(monkeypatch, rank_processes, code)
     assert zero_trial.run_processes(ZeroJob("", 2, 2, 1, False, 9.0)) == "out of luck"
 
 
