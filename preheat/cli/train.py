@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,7 +69,6 @@ def run(
     Raises:
         typer.Exit: a signal ended the run after its checkpoint was saved.
     """
-    from contextlib import nullcontext
 
     from preheat import report as reports
     from preheat.cli.views.console import Alarms, Live, build_console, emit
@@ -386,11 +385,17 @@ def _open_remote_run(url: str, out: str | None, *, resume: bool) -> tuple[str, s
     return str(RemoteCopy(url).read_recipe()), url
 
 
-def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> None:
+def _go_back(
+    recipe: Recipe, folder: Path, out: str | None, checkpoint: str | None, *, resume: bool
+) -> AbstractContextManager[None]:
     """Goes back to a checkpoint, once and before processes start: a restart must not go back again."""
     from preheat.cli.views.console import Alarms
     from preheat.errors import RecipeError
 
+    if checkpoint is None:
+        return nullcontext()
+    if is_url(out):
+        find_local_folder(str(out))
     if not resume:
         raise RecipeError(f"--checkpoint {checkpoint}: says where --resume continues; add --resume, or leave it out")
     if "RANK" in os.environ:
@@ -398,9 +403,9 @@ def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> N
             f"--checkpoint {checkpoint}: torchrun would go back to it at each restart; leave it out, and rename the "
             f"later folders in {folder / 'checkpoints'} to step-M.aside-1"
         )
-    from preheat.training.rewind import rewind
+    from preheat.training.rewind import rewound
 
-    rewind(recipe, folder, checkpoint, Alarms().alarm)
+    return rewound(recipe, folder, checkpoint, Alarms().alarm)
 
 
 def _parse_rows(text: str) -> Range:
@@ -649,39 +654,36 @@ def train(
     warn = nproc < 2 or "RANK" in os.environ
     read = load_recipe(recipe, "train", set, foreign=foreign, devices=world if world > 1 else None, warn=warn)
     folder, target = _find_run_folder(out, read.name), out or Path("runs") / read.name
-    if checkpoint is not None:
-        if is_url(out):
-            find_local_folder(str(out))
-        _rewind(read, folder, checkpoint, resume=resume)
-    # Under torchrun (RANK is set) the processes exist already.
-    if nproc > 1 and "RANK" not in os.environ:
-        # The same command for each process, without the options of the launcher.
-        command = ["train", recipe, *(part for item in set for part in ("--set", item))]
-        command += [part for typed in foreign.list_typed().items() for part in typed]
-        command += ["--out", out] if out else []
-        # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
-        command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
-        command += ["--profile", str(profile)] if profile is not None else []
-        command += ["--price", price] if price is not None else []
-        command += [part for first, end in ranges for part in ("--skip-rows", f"{first}..{end}")]
-        command += test.list_arguments() if test is not None else []
-        command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
-        _launch(command, folder, target, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
-        return
-    if test is not None:
-        from preheat.cli.find_lr import find
+    with _go_back(read, folder, out, checkpoint, resume=resume):
+        # Under torchrun (RANK is set) the processes exist already.
+        if nproc > 1 and "RANK" not in os.environ:
+            # The same command for each process, without the options of the launcher.
+            command = ["train", recipe, *(part for item in set for part in ("--set", item))]
+            command += [part for typed in foreign.list_typed().items() for part in typed]
+            command += ["--out", out] if out else []
+            # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
+            command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
+            command += ["--profile", str(profile)] if profile is not None else []
+            command += ["--price", price] if price is not None else []
+            command += [part for first, end in ranges for part in ("--skip-rows", f"{first}..{end}")]
+            command += test.list_arguments() if test is not None else []
+            command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
+            _launch(command, folder, target, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
+            return
+        if test is not None:
+            from preheat.cli.find_lr import find
 
-        find(read, test, out, force=force, json=json)
-        return
-    resume = resume or (auto_resume and _holds_run(target))
-    run(
-        read,
-        out=out,
-        resume=resume,
-        force=force,
-        json=json,
-        again=context.obj,
-        profile=profile,
-        price=device_hour,
-        skip_rows=ranges,
-    )
+            find(read, test, out, force=force, json=json)
+            return
+        resume = resume or (auto_resume and _holds_run(target))
+        run(
+            read,
+            out=out,
+            resume=resume,
+            force=force,
+            json=json,
+            again=context.obj,
+            profile=profile,
+            price=device_hour,
+            skip_rows=ranges,
+        )

@@ -48,6 +48,7 @@ __all__ = [
     "PartEstimate",
     "ProcessStatus",
     "Prompt",
+    "PutBack",
     "RankState",
     "ResultDifference",
     "ResultDifferences",
@@ -445,6 +446,18 @@ class SetAside(Event):
 
     kind: str = field(default="set_aside", init=False)
     step: Count
+    checkpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PutBack(Event):
+    """The run could not continue from the earlier checkpoint, and the later ones have their names again.
+
+    Attributes:
+        checkpoints: their names.
+    """
+
+    kind: str = field(default="put_back", init=False)
     checkpoints: tuple[str, ...]
 
 

@@ -23,7 +23,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -63,6 +63,7 @@ __all__ = [
     "load_weights",
     "mark_best",
     "prune",
+    "put_back",
     "read_progress",
     "restore_host_generators",
     "restore_torch_generators",
@@ -114,9 +115,11 @@ def _collect_tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]
     tensors: dict[str, Tensor] = {}
     # Frozen weights that a folder on disk already has are not written again.
     frozen_too = build.weights.folder is None
+    # Gradual unfreezing trains some of them later: `requires_grad` alone would depend on the step.
+    optimized = {id(p) for group in build.optimizer.param_groups for p in group["params"]}
     for part in build.trained:  # several for a pipeline; names are those of the full model
         for name, p in part.named_parameters():
-            if p.requires_grad or frozen_too:
+            if p.requires_grad or frozen_too or id(p) in optimized:
                 tensors[f"model.{name}"] = build.parallel.full_parameter(p)
                 # An optimizer without state yet (or DeepSpeed's, which keeps its own) contributes nothing.
                 for key, value in build.optimizer.state.get(p, {}).items():
@@ -477,6 +480,25 @@ def set_aside(folder: Path, after: int) -> list[str]:
                 raise RunError(f"{path}: cannot be renamed ({error.strerror})") from None
     _sync(folder)
     return names
+
+
+def put_back(folder: Path, names: Iterable[str]) -> list[str]:
+    """Gives checkpoints that `set_aside` renamed their names again, and returns these.
+
+    Raises:
+        RunError: one cannot be renamed.
+    """
+    restored = []
+    for name in names:
+        former = folder / name.partition(".aside-")[0]
+        if not os.path.lexists(former):
+            try:
+                (folder / name).rename(former)
+            except OSError as error:
+                raise RunError(f"{folder / name}: cannot be renamed ({error.strerror})") from None
+            restored.append(former.name)
+    _sync(folder)
+    return restored
 
 
 def chosen_step(folder: Path, choice: str) -> int | None:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from preheat.core.run_records import Finished, NewBest, SetAside
+from preheat.core.run_records import Finished, NewBest, PutBack, SetAside
 from preheat.engine import checkpoint
 from preheat.evaluation.run_evaluator import RunEvaluator
 from preheat.run.reader import Reader
@@ -104,8 +104,15 @@ def test_a_run_goes_back_to_its_best_checkpoint(stopped: Command) -> None:
     best, last = by_hand(run)
     error = stopped.here("train", "r.yaml", "--out", "back", "--checkpoint", "best", *SETTINGS, code=2)[1]
     assert "add --resume" in error
-    stopped.here("train", "r.yaml", "--out", "back", "--resume", "--checkpoint", "best", *SETTINGS)
-    (event,) = Reader(run).events(SetAside)
+    back = ("train", "r.yaml", "--out", "back", "--resume", "--checkpoint", "best", *SETTINGS)
+    before = saved(run)
+    error = stopped.here(*back, "--skip-rows", "0..1", code=1)[1]
+    assert f"not resumed: step-{last} has its name again" in error
+    assert (saved(run), checkpoint.best_step(run / "checkpoints")) == (before, best)
+    (event,) = Reader(run).events(PutBack)
+    assert event.checkpoints == (f"step-{last}",)
+    stopped.here(*back)
+    event = Reader(run).events(SetAside)[-1]
     assert (event.step, event.checkpoints) == (best, (f"step-{last}.aside-1",))
     assert saved(run) == {"best", f"step-{best}", f"step-{last}", f"step-{last}.aside-1"}
     assert by_hand(run) == (best, last)

@@ -60,6 +60,7 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "fallback", "step": 4, "cause": "saving", "changed": [], "set": []},
     {"kind": "best", "step": 4, "score": "validation_loss", "value": 2.5},
     {"kind": "set_aside", "step": 4, "checkpoints": ["step-6.aside-1"]},
+    {"kind": "put_back", "checkpoints": ["step-6"]},
     {"kind": "spike", "step": 5, "score": "loss", "value": None, "median": 2.5, "threshold": 3.5, "rows": [16, 20]},
     {"kind": "rewound", "step": 4, "spike": 5, "rows": [16, 20]},
     {"kind": "removed_rows", "step": 4, "rows": [40, 44]},

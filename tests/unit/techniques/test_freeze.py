@@ -132,6 +132,24 @@ def test_layers_join_one_by_one_and_a_resumed_run_goes_on(optimizer: str, tmp_pa
         assert torch.equal(weights(again)[name], value), name
 
 
+def test_a_run_from_a_folder_resumes_before_all_layers_have_joined(tmp_path: Path) -> None:
+    made().trained[0].save_pretrained(tmp_path / "base")
+    recipe = recipes.override(
+        tiny("{freeze: {layers: 3, gradual: 2}}"), f"model={{path: {tmp_path / 'base'}}}", "optimizer.max_grad_norm=0"
+    )
+    b, again = (build(recipe, vocabulary=96, device=probe("cpu")) for _ in range(2))
+    steps(b, 3)
+    checkpoint.save(b, checkpoint.Progress(step=3), tmp_path, keep=1)
+    found, _ = checkpoint.find(tmp_path)
+    assert found is not None
+    checkpoint.load_weights(again, found)  # as eval and export do
+    checkpoint.load(again, found)
+    for one in (b, again):
+        steps(one, 3, 3)
+    for name, value in weights(b).items():
+        assert torch.equal(weights(again)[name], value), name
+
+
 def test_groups_have_the_rates_of_torchs_groups() -> None:
     b = made(
         "{}",
