@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,9 @@ from preheat.cli.views.next_command import build_next_command, list_assumed_sett
 from preheat.cli.views.output import print_progress, say
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.interop.own_techniques import add_own_techniques
+from preheat.model_folder import PACKED, keeps_quantization, quantization_of, read_object
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from preheat.cli.options.plan_options import Aim, TrainingPlanOptions
     from preheat.cli.options.subject import Subject
     from preheat.cli.plan_solving import Solution
@@ -211,7 +211,7 @@ def _choose_subject(
     changes: Mapping[tuple[str, ...], object] | None = None,
 ) -> Subject:
     """Returns the recipe that is asked for, or that of another method, number of devices, or value of some keys."""
-    return find_subject(
+    subject = find_subject(
         options.what,
         [*options.set, *overrides],
         method=method or options.method or "full",
@@ -220,6 +220,22 @@ def _choose_subject(
         devices=devices or options.devices,
         foreign=replace(options.foreign, changes=changes or {}),
     )
+    if method is None and not subject.from_user:
+        _require_method_for(subject.recipe, options.method)
+    return subject
+
+
+def _require_method_for(recipe: Recipe, method: str | None) -> None:
+    """Raises RecipeError if the method trains, or quantizes again, weights that a named folder stores in few bits."""
+    path, techniques = recipe.model.path, recipe.techniques
+    if path is None or ("lora" in techniques and "nf4" not in techniques):
+        return
+    stored = quantization_of(read_object(Path(path) / "config.json", "model.path")).get("quant_method")
+    if stored in PACKED and keeps_quantization(stored, recipe.model.quantized_weights):
+        raise RecipeError(
+            f"--method {method or 'full'}: {path} is stored in {stored}, whose weights are not trained"
+            f"{' or quantized again' if 'nf4' in techniques else ''}; use --method lora"
+        )
 
 
 def _solve(question: _Question, key: str) -> Solution:

@@ -76,7 +76,7 @@ def serve(
     from preheat.inference import serving
     from preheat.sanitize import shorten
 
-    chosen = serving.choose_engine(engine, probe().kind)
+    chosen = serving.choose_engine(engine, probe().kind, installed=not dry_run)
     if length is not None and chosen == "transformers":
         raise RecipeError(
             f"--length {length}: transformers' server has no limit; leave it out, or use --engine llama.cpp"

@@ -18,13 +18,13 @@ class LrPoint:
         lr: the peak rate; `optimizer.groups` and `optimizer.layer_decay` scale it for their weights.
         loss: before the update with this rate.
         smoothed: mean of the losses around it.
-        gradient_norm: before clipping.
+        gradient_norm: before clipping; None: it overflowed, as those of fp16 do until the loss scale has adapted.
     """
 
     lr: float
     loss: float
     smoothed: float
-    gradient_norm: float
+    gradient_norm: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,12 +65,13 @@ class Reply:
         return (self.tokens - 1) / (self.seconds - self.first_token)
 
 
-def choose_engine(wanted: str, device: str) -> Engine:
+def choose_engine(wanted: str, device: str, *, installed: bool = True) -> Engine:
     """Returns the server to start.
 
     Args:
         wanted: of `ENGINES`, or auto: the first that is installed; vllm on a GPU only.
         device: kind of the device.
+        installed: False accepts a named engine that is not installed, for its command line.
 
     Raises:
         RecipeError: it is unknown or not installed.
@@ -79,7 +80,7 @@ def choose_engine(wanted: str, device: str) -> Engine:
         engine = next((name for name in ENGINES if name == wanted), None)
         if engine is None:
             raise RecipeError(f"--engine {wanted}: is unknown; use {', '.join(ENGINES)}")
-        if missing := _find_missing(engine):
+        if installed and (missing := _find_missing(engine)):
             raise RecipeError(f"--engine {engine}: needs {missing[0]}, which is not installed: {_INSTALL[engine]}")
         return engine
     order: tuple[Engine, ...] = (

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.models.text_part import name_in_text
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
@@ -61,6 +62,35 @@ def _build_dequantizer(quantized: Mapping[str, Any]) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
     return AutoHfQuantizer.from_config({**quantized, "dequantize": True}, pre_quantized=True)
+
+
+def _pad_blocks(rules: Iterable[WeightConverter]) -> None:
+    """Makes transformers' dequantization of FP8 accept matrices that end within a block.
+
+    It derives the blocks from the scales, and rejects such matrices (DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows,
+    in blocks of 128).
+    """
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    class Padded(Fp8Dequantize):  # type: ignore[misc]
+        def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+            blocks = self.hf_quantizer.quantization_config.weight_block_size
+            rows, columns = quantized.shape[-2:]
+            if blocks and scales.shape[-2:] == (-(-rows // blocks[0]), -(-columns // blocks[1])):
+                size = (scales.shape[-2] * blocks[0], scales.shape[-1] * blocks[1])
+                if size != (rows, columns):
+                    padded = quantized.new_zeros(*quantized.shape[:-2], *size)
+                    padded[..., :rows, :columns] = quantized
+                    whole: Tensor = super()._dequantize_one(padded, scales, output_dtype)
+                    return whole[..., :rows, :columns]
+            value: Tensor = super()._dequantize_one(quantized, scales, output_dtype)
+            return value
+
+    for rule in rules:
+        rule.operations = [
+            Padded(operation.hf_quantizer) if type(operation) is Fp8Dequantize else operation
+            for operation in rule.operations
+        ]
 
 
 class _InFp32:
@@ -120,6 +150,8 @@ class Names:
             )
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        if quantized:
+            _pad_blocks(converters)
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         known: Mapping[str, bool] = dict.fromkeys(places, True)
         # None for tensors of other parts (vision), which are neither read nor reported.

@@ -55,7 +55,8 @@ def _render_page(result: LrRange) -> str:
     rows = (
         page.row(
             *(number_cell(text) for text in (
-                f"{n:,}", format_lr(p.lr), f"{p.loss:.4f}", f"{p.smoothed:.4f}", f"{p.gradient_norm:.3g}",
+                f"{n:,}", format_lr(p.lr), f"{p.loss:.4f}", f"{p.smoothed:.4f}",
+                "overflow" if p.gradient_norm is None else f"{p.gradient_norm:.3g}",
             ))
         )
         for n, p in enumerate(result.points, 1)

@@ -183,7 +183,10 @@ def read_suggestion(measured: Sequence[tuple[float, float, float]], *, steps: in
         present=present,
         diverged_at=diverged_at,
         steps=steps,
-        points=tuple(LrPoint(lr, loss, mean, norm) for (lr, loss, norm), mean in zip(finite, smoothed, strict=True)),
+        points=tuple(
+            LrPoint(lr, loss, mean, norm if math.isfinite(norm) else None)
+            for (lr, loss, norm), mean in zip(finite, smoothed, strict=True)
+        ),
     )
 
 

@@ -200,6 +200,17 @@ def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(
     assert not (preheat.folder / "run").exists()
 
 
+def test_a_plan_of_packed_weights_names_the_method(preheat: Command, base: Path) -> None:
+    settings = json.loads((base / "config.json").read_text())
+    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    (base / "config.json").write_text(json.dumps(settings | packed))
+    for more, why in (((), "not trained"), (("--method", "qlora"), "not trained or quantized again")):
+        error = preheat.here("plan", str(base), "--gpu", "T4", *more, code=2)[1]
+        method = more[-1] if more else "full"
+        assert error.strip().splitlines()[-1].startswith(f"error: --method {method}: ")
+        assert error.strip().endswith(f"is stored in gptq, whose weights are {why}; use --method lora")
+
+
 def test_techniques_that_the_model_does_not_take_are_refused_before_the_data(preheat: Command) -> None:
     config = tiny_config("lfm2")
     config.vocab_size = 4096

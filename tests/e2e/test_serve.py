@@ -68,6 +68,9 @@ def test_options_that_a_server_cannot_follow_are_refused(preheat: Command, data_
         ((*stories, "--base", "x"), "--base x: stories is served as it is; leave it out, or name a run"),
     ):
         assert message in preheat.here(*arguments, code=2)[1]
+    # A command line needs no server.
+    printed, _ = preheat.here("serve", "stories", "--engine", "vllm", "--dry-run")
+    assert printed.splitlines()[-1].startswith("vllm serve ")
     assert "nosuch: is neither a run" in preheat.here("serve", "nosuch", "--engine", "llama.cpp", code=1)[1]
     assert not (preheat.folder / "nosuch").exists()
 

@@ -41,7 +41,8 @@ _BLOCK = 32  # weights per block of q8_0 and q4_0
 _K_BLOCK = 256  # weights per block of K-quants
 _ENDS = ("token_embd.weight", "output.weight")
 _IN_FP32 = ("_norm.weight", "ffn_gate_inp", "conv1d", "shortconv.conv")
-_HINT = "use --dtype q8_0 or f16, or raise --tolerance"
+_CLOSER = {"f32": None, "f16": "f32", "bf16": "f16 or f32", "q8_0": "f16"}
+"""Types that are closer to the model, by type; of those below 8 bits: q8_0 or f16."""
 
 
 def write(
@@ -89,7 +90,7 @@ def write(
                 types = _count_types(file, dtype)
             # Reading dequantizes the file, which checks names, layout and rounding.
             difference, reloaded = gguf_reader.compare(model, file)
-            verify.refuse_beyond(difference, bound, str(out), _HINT)
+            verify.refuse_beyond(difference, bound, str(out), _suggest_closer(dtype))
             llama_cpp_figures = _compare_with_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_collect_notes(model, types, dtype)]
             reader = model_card.find_version("transformers" if family.read_by_transformers else "gguf")
@@ -117,6 +118,11 @@ def write(
     return summary
 
 
+def _suggest_closer(dtype: str) -> str:
+    closer = _CLOSER.get(dtype, "q8_0 or f16")
+    return f"use --dtype {closer}, or raise --tolerance" if closer else "raise --tolerance"
+
+
 def _compare_with_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> LlamaCppComparison | None:
     """Compares logprobs with llama.cpp's; None if it is not installed."""
     if not llama_cpp.is_installed():
@@ -127,7 +133,7 @@ def _compare_with_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: flo
     # llama.cpp computes in its own precision, so a user's tolerance can only widen this bound.
     if tolerance is not None:
         bound = verify.Bound(max(tolerance, bound.largest))
-    verify.refuse_beyond(difference, bound, f"{file.name}, run by llama.cpp", _HINT)
+    verify.refuse_beyond(difference, bound, f"{file.name}, run by llama.cpp", _suggest_closer(dtype))
     return LlamaCppComparison(
         version=model_card.find_version("xllamacpp"),
         max_logprob_difference=difference.largest,

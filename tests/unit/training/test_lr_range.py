@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from preheat.cli.find_lr import LrTest, parse_lr_test
+from preheat.core.lr_range import LrRange
 from preheat.errors import RecipeError, RunError
+from preheat.files import read_record, to_json
+from preheat.report.lr_range_page import write_lr_range
 from preheat.training.lr_range import FIGURES, _find_problem, _has_diverged, find_lr, read_suggestion, space_rates
 from preheat.training.observer import Watch
 
@@ -40,6 +43,17 @@ def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss() -> None:
     assert result.points[50].smoothed == pytest.approx(sum(window) / 7)
     assert _find_problem(result) is None
     assert read_suggestion(curve(0.3), steps=121, present=0.5).lowest == pytest.approx(1e-2, rel=1.0)
+
+
+def test_a_gradient_norm_that_overflowed_is_stored_as_such(tmp_path: Path) -> None:
+    """As fp16's are until the loss scale has adapted."""
+    points = [(lr, loss, math.inf if n < 2 else norm) for n, (lr, loss, norm) in enumerate(curve())]
+    result = read_suggestion(points, steps=121, present=0.5)
+    file = tmp_path / FIGURES
+    file.write_text(to_json(result))
+    again = read_record(LrRange, json.loads(file.read_text()))
+    assert [point.gradient_norm for point in again.points[:3]] == [None, None, 1.0]
+    assert write_lr_range(file).read_text().count(">overflow<") == 2
 
 
 def test_losses_that_suggest_no_rate_are_reported() -> None:
