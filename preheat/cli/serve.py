@@ -297,7 +297,7 @@ def _describe(figures: JsonObject, label: str, *, of_process: bool) -> str:
     rate = "unknown" if speed is None else f"{speed:,.0f} tokens/s{'' if of_process else ' at most'}"
     least = "" if of_process else "at least "
     return (
-        f"{label:<11}{memory}; first token after {least}{1000 * figures['seconds_to_first_token']:.3g} ms, then {rate}"
+        f"{label:<11}{memory}; first token after {least}{1000 * figures['seconds_to_first_token']:,.0f} ms, then {rate}"
     )
 
 

@@ -67,8 +67,12 @@ def _select_trained(model: PreTrainedModel, pattern: str, trained: set[str]) -> 
         first.setdefault(id(p), name)
     names = {first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name in selected}
     if not names & trained:
-        reason = "are frozen" if names else f"are none; names are such as {sorted(trained)[-1]}"
-        raise RecipeError(f"optimizer.groups: {quote_value(pattern)}: the weights that it matches {reason}")
+        problem = (
+            "matches frozen weights alone"
+            if names
+            else f"matches no weight of the model and its techniques; names are such as {sorted(trained)[-1]}"
+        )
+        raise RecipeError(f"optimizer.groups: {quote_value(pattern)} {problem}")
     if names >= trained:
         raise RecipeError(
             f"optimizer.groups: {quote_value(pattern)} matches all trained weights; set optimizer.lr and weight_decay"

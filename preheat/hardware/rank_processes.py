@@ -133,7 +133,8 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kills the ranks that still run, and waits for their end."""
-        self.terminate(signal.SIGKILL)
+        for rank in self.list_running():
+            self.processes[rank].kill()
         for process in self.processes:
             process.wait()
 

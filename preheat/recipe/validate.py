@@ -100,6 +100,27 @@ def _describe_error(error: ErrorDetails) -> str:
     return str(texts.get(kind, error["msg"][0].lower() + error["msg"][1:]))
 
 
+_NOTHING: Any = object()
+
+
+def _find_key(values: Mapping[str, Any], place: Sequence[str | int]) -> tuple[str, ...]:
+    """Returns the path of the innermost key that pydantic's location of an error leads to.
+
+    Locations also name alternatives of unions and positions in lists, which are no keys.
+
+    Example:
+        >>> _find_key({"groups": {"head": {"lr_scale": "x"}}}, ("groups", "head", "lr_scale", "float"))
+        ('groups', 'head', 'lr_scale')
+    """
+    keys, value = [str(part) for part in place[:1]], values.get(str(place[0])) if place else None
+    for part in place[1:]:
+        if not isinstance(value, Mapping) or part not in value:
+            break
+        keys.append(str(part))
+        value = value[part]
+    return tuple(keys)
+
+
 _MOST_PROBLEMS = 10
 """Problems of one recipe that are reported; the others are counted."""
 
@@ -179,16 +200,18 @@ class RecipeReader:
             )
         except pydantic.ValidationError as problem:
             # A union gives one error per alternative: join them to one line per key.
-            by_field: dict[str, list[ErrorDetails]] = {}
+            by_key: dict[tuple[str, ...], list[ErrorDetails]] = {}
             for error in problem.errors():
-                by_field.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
-            for key, errors in by_field.items():
-                here = (*at, key)
+                by_key.setdefault(_find_key(values, error["loc"]), []).append(error)
+            for key, errors in by_key.items():
+                here, value = (*at, *key), values
+                for part in key:
+                    value = value.get(part, _NOTHING)
                 reasons = " or ".join(dict.fromkeys(_describe_error(e) for e in errors))
                 self.report(
                     here,
                     f"{'.'.join(here)}: {shorten(reasons, 300)}, got "
-                    f"{quote_value(values[key]) if key in values else 'nothing'}",
+                    f"{'nothing' if value is _NOTHING else quote_value(value)}",
                 )
             return None
         if unknown:

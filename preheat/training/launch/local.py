@@ -35,8 +35,8 @@ __all__ = ["LAUNCHED", "LaunchResult", "explain_abort", "start"]
 
 LAUNCHED = "PREHEAT_LAUNCHED"
 """Set in the processes: this launcher recognizes the exit code of a signal and does not restart after it."""
-_STOPPED = {128 + n: n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-"""Exit codes of a run that saved on a signal, and the signals."""
+_STOPPED = {128 + n: n for n in signal.Signals if n.name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1")}
+"""Exit codes of a run that saved on a signal, and the signals (Windows lacks two)."""
 _SUCCESSES = {0, *_STOPPED}
 
 
