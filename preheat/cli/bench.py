@@ -67,7 +67,7 @@ def bench(
             help=(
                 "With --inference: also measure each model with these settings: keys of sample (cache=int8, "
                 "prompt_lookup_tokens=4, draft_model=FOLDER), dtype=bf16, engine=transformers, "
-                "efficient_attention.kernel=math (or flash, efficient, cudnn: torch's kernels). Repeatable."
+                "kernel=math (or flash, efficient, cudnn: torch's kernels). Repeatable."
             ),
         ),
     ] = None,

@@ -76,6 +76,10 @@ def _parse_numbers(name: str, text: str, least: int) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
+_SHORT = {"kernel": "efficient_attention."}
+"""Short names of settings -> what is left out."""
+
+
 def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
     """Returns the contenders: each model with the `--set` settings, then with each variant added."""
     from preheat.bench.inference import InferenceContender
@@ -98,14 +102,20 @@ def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Seque
     contenders = []
     for name, model in zip(names, models, strict=True):
         for variant in ("", *variants):
-            own = [item.strip() for item in variant.split(",") if item.strip()]
+            own = [
+                _SHORT.get(item.partition("=")[0].strip(), "") + item.strip()
+                for item in variant.split(",")
+                if item.strip()
+            ]
             for item in own:
                 key = item.partition("=")[0].strip()
                 if key not in settable:
                     hint = suggest_nearest(key, settable)
                     raise RecipeError(f"--variant {shorten(item)}: no setting {quote_value(key, 40)}; {hint}")
             rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in own_values)
-            settings = build_sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])
+            more = [f"sample.{item}" for item in own if item.partition("=")[0] not in rest]
+            build_sampling(set)  # so that its errors are not those of the variant
+            settings = build_sampling([*set, *more], option=f"--variant {variant}")
             for key, known in own_values.items():
                 if (value := rest.get(key, known[0])) not in known:
                     raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")

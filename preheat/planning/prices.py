@@ -93,10 +93,13 @@ def _read_offer(where: str, name: str, entry: object, common: Mapping[str, objec
     values = {**common, **own}
     price = values.get("price")
     if isinstance(price, bool) or not isinstance(price, int | float) or not math.isfinite(price) or price <= 0:
-        raise RecipeError(f"{place}: {quote_value(price)} must be above 0, the price of one device for an hour")
+        raise RecipeError(
+            f"{place}: {quote_value(price)} must be a number above 0, the price of one device for an hour"
+        )
     currency = values.get("currency")
     if not isinstance(currency, str) or len(currency) != 3 or not currency.isalpha():
-        raise RecipeError(f"{place}: has no currency; write currency: USD (three letters) in the file or in the entry")
+        problem = "has no currency" if currency is None else f"currency: {quote_value(currency)} is no three letters"
+        raise RecipeError(f"{place}: {problem}; write currency: USD in the file or in the entry")
     try:
         device = find_accelerator(name)
     except RecipeError as error:
@@ -106,12 +109,17 @@ def _read_offer(where: str, name: str, entry: object, common: Mapping[str, objec
 
 
 def _read_date(place: str, value: object) -> str:
-    if isinstance(value, datetime.date):
-        return value.isoformat()[:10]
+    fix = "write date: 2026-11-28, the day on which it was valid"
+    if value is None:
+        raise RecipeError(f"{place}: has no date; {fix}")
     try:
-        return datetime.date.fromisoformat(str(value)).isoformat()
+        date = datetime.date.fromisoformat(str(value)[:10] if isinstance(value, datetime.date) else str(value))
     except ValueError:
-        raise RecipeError(f"{place}: has no date; write date: 2026-11-28, the day on which it was valid") from None
+        raise RecipeError(f"{place}: date: {quote_value(value)} is no date of that form; {fix}") from None
+    # A day later, for other time zones.
+    if date > datetime.date.today() + datetime.timedelta(days=1):
+        raise RecipeError(f"{place}: date: {date} is in the future; {fix}")
+    return date.isoformat()
 
 
 def _read_csv(path: Path) -> list[Offer]:

@@ -64,11 +64,15 @@ def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
         ((*inference, "--lengths", "8", "--batches", "1,x"), 2, "--batches 1,x: must be numbers"),
         ((*inference, "--variant", "engine=vllm"), 2, "--variant engine=vllm: must be one of preheat, transformers"),
         (
-            (*inference, "--variant", "efficient_attention.kernel=blocks"),
+            (*inference, "--variant", "kernel=blocks"),
             2,
             "efficient_attention.kernel=blocks: must be one of cudnn, efficient, flash, math",
         ),
-        ((*inference, "--variant", "cache=int3"), 2, "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8'"),
+        (
+            (*inference, "--variant", "cache=int3"),
+            2,
+            "--variant cache=int3: sample.cache: must be 'auto', 'dynamic', 'static' or 'int8'",
+        ),
         (
             (*inference, "--variant", "prompt_lookup_tokens=0"),
             2,

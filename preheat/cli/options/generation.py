@@ -63,11 +63,12 @@ ChatTemplate = Annotated[
 ]
 
 
-def build_sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
+def build_sampling(overrides: Sequence[str] = (), *, option: str = "--set", **values: Any) -> Sample:
     """Returns the sampling settings of the command line.
 
     Args:
         overrides: `sample.key=value` each, for settings without an option of their own.
+        option: the one that errors name.
 
     Raises:
         RecipeError: an override is not a sampling setting, or the settings contradict each other.
@@ -87,7 +88,7 @@ def build_sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         # YAML, as in a recipe: 0.8 is a number, int8 a text.
         overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     # The recipe's own checks, with their messages.
-    reader = RecipeReader("--set", {}, hints={})
+    reader = RecipeReader(option, {}, hints={})
     sample: Sample = reader.flat(Sample, {**values, **overridden}, ("sample",))
     reader.refuse()
     # Settings that are valid each but contradict each other; named as the user gave them.

@@ -37,9 +37,14 @@ def test_prices_have_a_currency_and_a_date(tmp_path: Path) -> None:
     [
         ("date: 2026-11-28\nprices: {H100: 3}", "prices.H100: has no currency; write currency: USD"),
         ("currency: USD\nprices: {H100: 3}", "prices.H100: has no date; write date: 2026-11-28"),
-        ("currency: USD\ndate: soon\nprices: {H100: 3}", "has no date"),
-        (PRICES.replace("H100: 3", "H100: free"), "prices.H100: 'free' must be above 0"),
-        (PRICES.replace("H100: 3", "H100: -3"), "must be above 0"),
+        (
+            "currency: USD\ndate: soon\nprices: {H100: 3}",
+            "date: 'soon' is no date of that form; write date: 2026-11-28",
+        ),
+        ("currency: USD\ndate: 2999-01-01\nprices: {H100: 3}", "date: 2999-01-01 is in the future"),
+        ("currency: dollars\ndate: 2026-11-28\nprices: {H100: 3}", "currency: 'dollars' is no three letters"),
+        (PRICES.replace("H100: 3", "H100: free"), "prices.H100: 'free' must be a number above 0"),
+        (PRICES.replace("H100: 3", "H100: -3"), "must be a number above 0"),
         (PRICES.replace("H100", "H1000"), "prices.H1000: no accelerator 'H1000' in the catalogue; did you mean"),
         (PRICES.replace("source", "sorce"), "prices.L40S.sorce: is unknown; did you mean 'source'"),
         (PRICES.replace("date: 2026-10-01", "currency: EUR"), "has prices in EUR and USD, which cannot be compared"),
