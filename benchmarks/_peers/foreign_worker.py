@@ -86,6 +86,11 @@ def main() -> None:
         stub.__spec__ = importlib.machinery.ModuleSpec(name, None)
     result: dict[str, Any] = {}
     sys.argv = [job["module"], *job["arguments"]]
+    if job["expand"]:
+        module, _, function = job["expand"].partition(":")
+        arguments = sys.argv[1:]
+        getattr(importlib.import_module(module), function)(arguments)
+        sys.argv[1:] = arguments
     watch(job, result)
     if job["module"].endswith(".py"):
         runpy.run_path(job["module"], run_name="__main__")

@@ -220,6 +220,12 @@ def _read_roles(settings: Settings, entry: Entry) -> Outcome:
     return Assumed("the assistant's turns are trained on")
 
 
+_OLD_ATTENTION = (
+    *("flash_attention", "sdp_attention", "flex_attention", "xformers_attention", "sage_attention"),
+    "eager_attention",
+)
+
+
 def _read_old_attention(settings: Settings, entry: Entry) -> Outcome:
     if not entry.truth():
         return NoEffect("switched off")
@@ -297,6 +303,17 @@ def _finish(settings: Settings, entries: Mapping[str, Entry]) -> Sequence[str]:
         notes.append("one streamed dataset is planned; a mixture costs the same")
     if not settings.sources:
         notes.append("the file names no dataset")
+    if settings.accumulation > 1 and not settings.preference:  # core/trainers/base.py: model_accepts_loss_kwargs
+        notes.append("axolotl weighs each micro-batch of a step the same: here each token weighs the same")
+    backends = {"attn_implementation", *_OLD_ATTENTION}
+    if (
+        "sample_packing" in entries
+        and settings.packing
+        and not any(name in backends and not entry.is_off for name, entry in entries.items())
+    ):
+        notes.append(
+            "without attn_implementation, rows that axolotl packs into one sequence see each other: here they never do"
+        )
     return notes
 
 
@@ -330,6 +347,8 @@ def write_axolotl(recipe: Recipe, folder: Path = Path()) -> Written:
             draft.say(key, name)
     if not settings.attention:
         draft.say("attn_implementation", "attention", value="eager")
+    elif settings.packing:  # without it, the rows of a packed sequence see each other
+        draft.put("attn_implementation", "flash_attention_2" if settings.context_parallel > 1 else "sdpa")
     if settings.preference:
         _write_preference(draft)
     _write_data(draft)
@@ -667,17 +686,7 @@ AXOLOTL = Format(
         "gradient_checkpointing": _read_checkpointing,
         "activation_offloading": _read_offloading,
         "attn_implementation": read_attention,
-        **dict.fromkeys(
-            (
-                "flash_attention",
-                "sdp_attention",
-                "flex_attention",
-                "xformers_attention",
-                "sage_attention",
-                "eager_attention",
-            ),
-            _read_old_attention,
-        ),
+        **dict.fromkeys(_OLD_ATTENTION, _read_old_attention),
         "fused_attn_kernel": assume("the norms and rotary embedding of attention are separate kernels"),
         "flex_attn_compile_kwargs.*": ignore("belongs to flex attention"),
         "flash_attn_cross_entropy": assume("torch's cross entropy"),

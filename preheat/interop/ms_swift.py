@@ -43,6 +43,7 @@ _TEMPLATES = {
     "phi3": "phi3",
     "phi4": "phi4",
 }
+_LINE_ENDS = ("chatml", "qwen")  # ms-swift's end a turn by <|im_end|> and a line break: template/templates/utils.py
 _METHODS = ("lora", "longlora", "full")
 _OTHER_METHODS = (
     *("adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft", "bone", "ia3", "lora_llm", "dummy"),
@@ -505,6 +506,8 @@ def _describe(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
         )
     if settings.train_on != "all" and not settings.chunked_loss and settings.context_parallel == 1:
         notes.append("ms-swift leaves out logits of tokens that are not trained on: the plan has all, and more memory")
+    if settings.train_on != "all" and settings.template in _LINE_ENDS and not settings.preference:
+        notes.append("ms-swift also trains on the line break after each answer: here its end token is the last")
     if settings.streaming and len(settings.sources) > 1:
         settings.sources = settings.sources[:1]
         notes.append("one streamed dataset is planned; a mixture costs the same")

@@ -75,6 +75,10 @@ def write_ms_swift(recipe: Recipe, folder: Path = Path()) -> Written:
         _write_preference(draft)
     draft.say("model", "model")
     draft.put("use_hf", True)  # names of Hugging Face's hub, not of ModelScope's
+    if Path(str(settings.model)).is_dir():
+        draft.note(
+            "ms-swift knows a model by its folder's name: if that is not the hub's name, add model_type and template"
+        )
     if settings.add_tokens:
         draft.say("new_special_tokens", "add_tokens")
     _write_adapter(draft)

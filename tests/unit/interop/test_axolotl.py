@@ -182,7 +182,28 @@ def test_pretraining_streams_packed_text() -> None:
 def test_padded_rows_are_said_to_be_planned_at_their_full_length() -> None:
     assert "at the full 512 tokens" in read(SMALL).reading.assumptions[0]
     packed = read(SMALL + "sample_packing: true\n").reading.assumptions
-    assert packed == ("rows.jsonl is not on this machine",)
+    assert not any("full 512 tokens" in assumption for assumption in packed)
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(1, False), (2, True)])
+def test_accumulated_micro_batches_of_equal_weight_are_noted(steps: int, noted: bool) -> None:
+    assumptions = read(SMALL + f"gradient_accumulation_steps: {steps}\n").reading.assumptions
+    assert any("each micro-batch of a step the same" in assumption for assumption in assumptions) is noted
+
+
+@pytest.mark.parametrize(
+    ("lines", "noted"),
+    [
+        ("sample_packing: true", True),
+        ("sample_packing: true\nattn_implementation: sdpa", False),
+        ("sample_packing: true\nflash_attention: true", False),
+        ("sample_packing: true\nflash_attention: false", True),
+        ("sample_packing: false", False),
+    ],
+)
+def test_rows_packed_without_a_backend_of_attention_are_noted(lines: str, noted: bool) -> None:
+    assumptions = read(SMALL + lines + "\n").reading.assumptions
+    assert any("see each other" in assumption for assumption in assumptions) is noted
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,15 @@ def test_dynamic_fine_tuning() -> None:
     assert "dft" not in read(SMALL).recipe.techniques
 
 
+@pytest.mark.parametrize(
+    ("lines", "noted"),
+    [("template: chatml", True), ("template: llama3", False), ("template: qwen2_5\nloss_scale: all", False)],
+)
+def test_a_trained_line_break_after_answers_is_noted(lines: str, noted: bool) -> None:
+    assumptions = read(SMALL + lines + "\n").reading.assumptions
+    assert any("line break after each answer" in assumption for assumption in assumptions) is noted
+
+
 def test_deepspeed_keeps_masters_of_weights_in_half_precision() -> None:
     full = SMALL + "tuner_type: full\nENV: {NPROC_PER_NODE: 4}\n"
     mode = "techniques.mixed_precision.mode"

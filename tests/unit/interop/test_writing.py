@@ -276,6 +276,24 @@ def test_ms_swift() -> None:
     assert written.lost == ()
 
 
+def test_ms_swift_is_told_the_type_of_a_model_in_a_folder(tmp_path: Path) -> None:
+    written, _ = write(parse(LORA.replace("path: tiny", f"path: {tmp_path}")), "ms-swift")
+    assert [note for note in written.notes if "add model_type and template" in note]
+    assert written.lost == ()
+
+
+@pytest.mark.parametrize(
+    ("techniques", "value"),
+    [("efficient_attention: {}", "sdpa"), ("activation_checkpointing: {}", "eager")],
+)
+def test_packed_rows_of_axolotl_do_not_see_each_other(techniques: str, value: str) -> None:
+    head = LORA[: LORA.index("techniques:")].replace("devices: 4", "devices: 1")
+    recipe = parse(f"{head}techniques:\n  mixed_precision: {{mode: bf16_pure}}\n  {techniques}\n")
+    written, _ = write(recipe, "axolotl")
+    assert written.values["sample_packing"] is True
+    assert written.values["attn_implementation"] == value
+
+
 MEGATRON = """\
 #!/bin/bash
 set -euo pipefail
