@@ -200,6 +200,24 @@ def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(
     assert not (preheat.folder / "run").exists()
 
 
+def test_an_adapter_of_a_base_in_fp8_that_ends_within_a_block_is_exported(preheat: Command, base: Path) -> None:
+    weights = load_file(base / "model.safetensors")
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        value = weights[name]
+        blocks = [-(-size // 24) for size in value.shape]
+        scales = torch.rand(blocks, generator=torch.Generator().manual_seed(0)) * 0.01 + 0.001
+        spread = scales.repeat_interleave(24, 0).repeat_interleave(24, 1)[: value.shape[0], : value.shape[1]]
+        weights[name] = (value / spread).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scales
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    settings = json.loads((base / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [24, 24], "activation_scheme": "dynamic"}
+    (base / "config.json").write_text(json.dumps(settings | {"quantization_config": fp8}))
+    preheat.here("train", "t.yaml", "--out", "run")
+    printed, _ = preheat.here("export", "run", "--to", "peft")
+    assert "compared with peft on the base as preheat reads it" in " ".join(printed.split())
+
+
 def test_a_plan_of_packed_weights_names_the_method(preheat: Command, base: Path) -> None:
     settings = json.loads((base / "config.json").read_text())
     packed = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
