@@ -1,6 +1,7 @@
 """Runs one configuration file by its trainer and by `preheat train`, and compares losses; compares memory with the plan.
 
-    python benchmarks/trainers_side_by_side.py --trl PYTHON [--ms-swift PYTHON] [--only NAME] [--steps 20]
+    python benchmarks/trainers_side_by_side.py --trl PYTHON [--llamafactory PYTHON] [--ms-swift PYTHON] [--axolotl PYTHON]
+        [--only NAME] [--steps 20]
 
 PYTHON is the interpreter of an environment with the trainer, which needs no preheat; TRL's has transformers' Trainer too:
 
@@ -8,9 +9,9 @@ PYTHON is the interpreter of an environment with the trainer, which needs no pre
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 ms-swift==4.6.0
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 axolotl==0.19.0
 
-The trainer runs the file by its own entry point (`_peers/foreign_worker.py`); `preheat train FILE` runs the same file. Files
-of ms-swift and axolotl are those that `preheat convert` writes of a recipe, with the few keys that only they need. Each step has the same rows, so that their order does
-not matter; each row has more than half of the tokens of a sequence, so that preheat packs no two of them into one, as the
+The trainer runs the file by its own entry point (`_peers/foreign_worker.py`); `preheat train FILE` runs the same file.
+Files of ms-swift and axolotl are those that `preheat convert` writes of a recipe, with the few keys that only they need.
+Each step has the same rows, so that their order does not matter; each row has more than half of the tokens of a sequence, so that preheat packs no two of them into one, as the
 trainer pads them. An adapter's random half starts from the same values: those of preheat's run, copied into the trainer's.
 
 Memory: the growth of the trainer's process from just before it loads the model to its high-water mark (VmHWM, which is reset

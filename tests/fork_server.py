@@ -236,9 +236,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 def command(*arguments: str) -> None:
     """Runs `preheat`; the processes that `--nproc` starts are forks, too."""
     from preheat.cli import main
-    from preheat.training.launch import local
+    from preheat.hardware import rank_processes
 
-    local.subprocess = types.SimpleNamespace(Popen=_Worker)  # type: ignore[attr-defined]
+    rank_processes.subprocess = types.SimpleNamespace(Popen=_start)  # type: ignore[attr-defined]
     sys.argv = ["preheat", *arguments]
     main()
 
@@ -250,8 +250,19 @@ def script(path: str, *arguments: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
+def _start(command: Sequence[str], **options: Any) -> Any:
+    """Starts a command: preheat as a fork, all else as ever."""
+    if "preheat" not in command:
+        return subprocess.Popen(command, **options)
+    assert not options.pop("stderr")
+    assert not options.pop("pass_fds")
+    return _Worker(command, **options)
+
+
 class _Worker:
     """A fork of this process, with the part of `subprocess.Popen`'s interface that the launcher uses."""
+
+    stdout = None  # what the launcher closes: it has the file
 
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes] | None, start_new_session: bool

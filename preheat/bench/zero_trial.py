@@ -16,6 +16,7 @@ from pathlib import Path
 
 from preheat.bench.messages import ZeroJob, ZeroTurn, encode
 from preheat.hardware.child_processes import describe_exit
+from preheat.hardware.probe import count_cores
 from preheat.hardware.rank_processes import RankProcesses
 
 __all__ = ["main", "run_processes", "take_steps"]
@@ -26,9 +27,11 @@ def run_processes(job: ZeroJob) -> list[ZeroTurn] | str:
     with tempfile.TemporaryDirectory() as folder, RankProcesses(job.world, keep_errors=True) as ranks:
         path = Path(folder) / "job.json"
         path.write_text(encode(job), encoding="utf-8")
+        # Whatever the user has set: ranks that use all cores each wait for each other.
+        threads = {"OMP_NUM_THREADS": str(max(1, count_cores() // job.world))}
         for rank in range(job.world):
             command = [sys.executable, "-m", "preheat.bench.zero_trial", str(path), str(rank)]
-            ranks.start(command, stdout=subprocess.DEVNULL)
+            ranks.start(command, environment=threads, stdout=subprocess.DEVNULL)
         if (failed := ranks.wait()) is not None:
             code = ranks.processes[failed].returncode
             last = ranks.last_error_line(failed) if code > 0 else ""

@@ -76,10 +76,6 @@ def _parse_numbers(name: str, text: str, least: int) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-_SHORT = {"kernel": "efficient_attention."}
-"""Short names of settings -> what is left out."""
-
-
 def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[str]) -> list[InferenceContender]:
     """Returns the contenders: each model with the `--set` settings, then with each variant added."""
     from preheat.bench.inference import InferenceContender
@@ -92,21 +88,20 @@ def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Seque
     own_values = {
         "dtype": ("fp32", "bf16", "fp16"),
         "engine": ("preheat", "transformers"),
-        # torch's kernels, by the key of a recipe; those of training alone have no place for a cache.
-        "efficient_attention.kernel": tuple(KERNELS),
+        # torch's kernels; those of training alone have no place for a cache.
+        "kernel": tuple(KERNELS),
     }
+    # A recipe's key means the same.
+    variants = [variant.replace("efficient_attention.kernel", "kernel") for variant in variants]
     settable = [*own_values, *(field.name for field in dataclasses.fields(Sample))]
     # Folders of one name are named by their paths.
     short = [Path(model).name for model in models]
     names = [name if short.count(name) == 1 else model for name, model in zip(short, models, strict=True)]
+    build_sampling(set)  # so that its errors are not those of a variant
     contenders = []
     for name, model in zip(names, models, strict=True):
         for variant in ("", *variants):
-            own = [
-                _SHORT.get(item.partition("=")[0].strip(), "") + item.strip()
-                for item in variant.split(",")
-                if item.strip()
-            ]
+            own = [item.strip() for item in variant.split(",") if item.strip()]
             for item in own:
                 key = item.partition("=")[0].strip()
                 if key not in settable:
@@ -114,15 +109,17 @@ def _build_contenders(models: Sequence[str], variants: Sequence[str], set: Seque
                     raise RecipeError(f"--variant {shorten(item)}: no setting {quote_value(key, 40)}; {hint}")
             rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in own_values)
             more = [f"sample.{item}" for item in own if item.partition("=")[0] not in rest]
-            build_sampling(set)  # so that its errors are not those of the variant
-            settings = build_sampling([*set, *more], option=f"--variant {variant}")
+            settings = build_sampling([*set, *more], variant=variant)
             for key, known in own_values.items():
                 if (value := rest.get(key, known[0])) not in known:
                     raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")
             # Sampled texts would differ between contenders anyway.
             if settings.temperature:
-                raise RecipeError("--set sample.temperature: texts are compared, so decoding is greedy; leave it out")
-            kernel = rest.pop("efficient_attention.kernel", None)
+                option = f"--variant {variant}" if any(item.startswith("temperature") for item in own) else "--set"
+                raise RecipeError(
+                    f"{option}: sample.temperature: texts are compared, so decoding is greedy; leave it out"
+                )
+            kernel = rest.pop("kernel", None)
             if rest.get("engine") == "transformers" and (settings != build_sampling() or kernel is not None):
                 raise RecipeError(
                     f"--variant {variant}: runs transformers' own generate, which takes no setting but dtype"

@@ -227,14 +227,20 @@ def _choose_subject(
 
 def _require_method_for(recipe: Recipe, method: str | None) -> None:
     """Raises RecipeError if the method trains, or quantizes again, weights that a named folder stores in few bits."""
-    path, techniques = recipe.model.path, recipe.techniques
-    if path is None or ("lora" in techniques and "nf4" not in techniques):
+    from preheat.core import Tag
+
+    folder = Path(recipe.model.path or "")
+    if recipe.model.path is None or not folder.is_dir():
         return
-    stored = quantization_of(read_object(Path(path) / "config.json", "model.path")).get("quant_method")
-    if stored in PACKED and keeps_quantization(stored, recipe.model.quantized_weights):
+    stored = quantization_of(read_object(folder / "config.json", "model.path")).get("quant_method")
+    if stored not in PACKED or not keeps_quantization(stored, recipe.model.quantized_weights):
+        return
+    if method == "qlora":
+        raise RecipeError(f"--method qlora: {folder} is stored in {stored} already; use --method lora")
+    if not any(Tag.FROZEN_BASE in t.provided() for t in recipe.techniques.values()):
         raise RecipeError(
-            f"--method {method or 'full'}: {path} is stored in {stored}, whose weights are not trained"
-            f"{' or quantized again' if 'nf4' in techniques else ''}; use --method lora"
+            f"{folder}: is stored in {stored}, and packed weights cannot be trained; use --method lora, or --set "
+            "model.quantized_weights=dequantized to train all weights in full precision"
         )
 
 

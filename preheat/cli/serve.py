@@ -295,10 +295,11 @@ def _describe(figures: JsonObject, label: str, *, of_process: bool) -> str:
     )
     speed = figures["tokens_per_second"]
     rate = "unknown" if speed is None else f"{speed:,.0f} tokens/s{'' if of_process else ' at most'}"
+    from preheat.core.units import format_three_digits
+
+    first = format_three_digits(1000 * figures["seconds_to_first_token"])
     least = "" if of_process else "at least "
-    return (
-        f"{label:<11}{memory}; first token after {least}{1000 * figures['seconds_to_first_token']:,.0f} ms, then {rate}"
-    )
+    return f"{label:<11}{memory}; first token after {least}{first} ms, then {rate}"
 
 
 def _has_template(model: Path) -> bool:

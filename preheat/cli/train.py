@@ -69,7 +69,6 @@ def run(
     Raises:
         typer.Exit: a signal ended the run after its checkpoint was saved.
     """
-
     from preheat import report as reports
     from preheat.cli.views.console import Alarms, Live, build_console, emit
     from preheat.training.loop import train as start
@@ -182,12 +181,17 @@ def _add_resume_command(folder: Path, target: str | Path, arguments: Sequence[st
     Args:
         target: the folder, or the URL that it is uploaded to.
     """
+    from preheat.run.reader import count_sessions
+
+    before = count_sessions(folder)
     try:
         yield
     except Interrupted as signal:
-        # recipe.yaml marks a run that has begun: without it there is nothing to resume.
-        begun = (folder / "recipe.yaml").exists()
-        raise Interrupted(signal.number, build_resume_command(arguments, target) if begun else None) from None
+        sessions = count_sessions(folder)
+        # A command that was interrupted before it resumed the run has gone back to no checkpoint: it is said again.
+        again = shlex.join(["preheat", *arguments])
+        resume = build_resume_command(arguments, target) if sessions > before else again if sessions else None
+        raise Interrupted(signal.number, resume) from None
 
 
 def _build_summary(result: JsonObject) -> Group:
@@ -385,10 +389,10 @@ def _open_remote_run(url: str, out: str | None, *, resume: bool) -> tuple[str, s
     return str(RemoteCopy(url).read_recipe()), url
 
 
-def _go_back(
+def _at_checkpoint(
     recipe: Recipe, folder: Path, out: str | None, checkpoint: str | None, *, resume: bool
 ) -> AbstractContextManager[None]:
-    """Goes back to a checkpoint, once and before processes start: a restart must not go back again."""
+    """Returns a context that goes back to a checkpoint, once and before processes start: not at each restart."""
     from preheat.cli.views.console import Alarms
     from preheat.errors import RecipeError
 
@@ -499,7 +503,7 @@ def train(
             metavar="best|last|N",
             help=(
                 "With --resume: continue from the best checkpoint or that of step N; later ones are renamed to "
-                "step-M.aside-1."
+                "step-M.aside-1, and back if the run cannot resume."
             ),
         ),
     ] = None,
@@ -654,7 +658,7 @@ def train(
     warn = nproc < 2 or "RANK" in os.environ
     read = load_recipe(recipe, "train", set, foreign=foreign, devices=world if world > 1 else None, warn=warn)
     folder, target = _find_run_folder(out, read.name), out or Path("runs") / read.name
-    with _go_back(read, folder, out, checkpoint, resume=resume):
+    with _at_checkpoint(read, folder, out, checkpoint, resume=resume):
         # Under torchrun (RANK is set) the processes exist already.
         if nproc > 1 and "RANK" not in os.environ:
             # The same command for each process, without the options of the launcher.

@@ -451,7 +451,7 @@ class SetAside(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PutBack(Event):
-    """The run could not continue from the earlier checkpoint, and the later ones have their names again.
+    """The run could not continue from the earlier checkpoint, and the later ones were renamed back.
 
     Attributes:
         checkpoints: their names.

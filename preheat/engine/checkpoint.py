@@ -69,6 +69,7 @@ __all__ = [
     "restore_torch_generators",
     "save",
     "set_aside",
+    "steps_after",
     "parse_step",
     "steps_of",
     "snapshot",
@@ -464,6 +465,11 @@ def steps_of(folder: Path, run: str) -> set[int]:
     return {step for p in _find_checkpoints(folder) if (step := parse_step(p.name)) is not None and _is_of(p, run)}
 
 
+def steps_after(folder: Path, step: int) -> list[int]:
+    """Returns the steps of the later checkpoints, which `set_aside` renames."""
+    return [later for path in _find_checkpoints(folder) if (later := parse_step(path.name) or 0) > step]
+
+
 def set_aside(folder: Path, after: int) -> list[str]:
     """Renames the checkpoints of later steps, so that a run continues from an earlier one; returns their new names.
 
@@ -482,23 +488,26 @@ def set_aside(folder: Path, after: int) -> list[str]:
     return names
 
 
-def put_back(folder: Path, names: Iterable[str]) -> list[str]:
-    """Gives checkpoints that `set_aside` renamed their names again, and returns these.
+def put_back(folder: Path, steps: Iterable[int]) -> list[str]:
+    """Gives checkpoints that `set_aside` renamed their names again; returns the names of those that it renames.
 
     Raises:
         RunError: one cannot be renamed.
     """
-    restored = []
-    for name in names:
-        former = folder / name.partition(".aside-")[0]
-        if not os.path.lexists(former):
+    names = []
+    # The earliest first: if this is interrupted, the run has no gap.
+    for step in sorted(steps):
+        path = folder / f"step-{step}"
+        numbers = {p: p.name.rpartition("-")[2] for p in folder.glob(f"{path.name}.aside-*")}
+        aside = sorted((p for p, number in numbers.items() if number.isdecimal()), key=lambda p: int(numbers[p]))
+        if aside and not os.path.lexists(path):
             try:
-                (folder / name).rename(former)
+                aside[-1].rename(path)
             except OSError as error:
-                raise RunError(f"{folder / name}: cannot be renamed ({error.strerror})") from None
-            restored.append(former.name)
+                raise RunError(f"{aside[-1]}: cannot be renamed ({error.strerror})") from None
+            names.append(path.name)
     _sync(folder)
-    return restored
+    return names
 
 
 def chosen_step(folder: Path, choice: str) -> int | None:

@@ -68,7 +68,7 @@ def _select_trained(model: PreTrainedModel, pattern: str, trained: set[str]) -> 
     names = {first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name in selected}
     if not names & trained:
         problem = (
-            "matches frozen weights alone"
+            "matches only frozen weights"
             if names
             else f"matches no weight of the model and its techniques; names are such as {sorted(trained)[-1]}"
         )

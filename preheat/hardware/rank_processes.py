@@ -113,18 +113,20 @@ class RankProcesses:
         return next((rank for rank, code in failed if code < 0), failed[0][0] if failed else None)
 
     def wait(self) -> int | None:
-        """Waits until all ranks have ended or one has failed; returns the rank that failed.
+        """Waits until all ranks have ended or one has failed; returns the rank that failed first, or was killed.
 
-        The others get half a second to fail for the same reason.
+        The others get half a second to end by themselves.
         """
-        deadline = None
+        first, deadline = None, 0.0
         while self.list_running():
-            if deadline is None and self.find_failed() is not None:
+            if first is None and (first := self.find_failed()) is not None:
                 deadline = time.monotonic() + _GRACE_SECONDS
-            if deadline is not None and time.monotonic() > deadline:
+            if first is not None and time.monotonic() > deadline:
                 break
             time.sleep(POLL_SECONDS)
-        return self.find_failed()
+        # Within the pause a rank may be found that was killed: that of the others follows from it.
+        last = self.find_failed()
+        return last if first is None or (last is not None and self.processes[last].returncode < 0) else first
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Sends a signal to the ranks that still run."""

@@ -506,7 +506,9 @@ def _describe(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
         )
     if settings.train_on != "all" and not settings.chunked_loss and settings.context_parallel == 1:
         notes.append("ms-swift leaves out logits of tokens that are not trained on: the plan has all, and more memory")
-    if settings.train_on != "all" and settings.template in _LINE_ENDS and not settings.preference:
+    # Without a template, that of the model's family is taken.
+    ends_lines = settings.template in _LINE_ENDS or (not settings.template and "qwen" in str(settings.model).lower())
+    if settings.train_on != "all" and ends_lines and not settings.preference:
         notes.append("ms-swift also trains on the line break after each answer: here its end token is the last")
     if settings.streaming and len(settings.sources) > 1:
         settings.sources = settings.sources[:1]

@@ -600,6 +600,16 @@ class WeightSource:
                 "recipe trains the first ones on purpose)"
             )
 
+    def has_partial_blocks(self) -> bool:
+        """True if an FP8 matrix of the folder ends within a block, which transformers cannot dequantize."""
+        shapes = self._read_headers(lambda part: tuple(part.get_shape()))
+        return any(
+            size % blocks
+            for key, scales in shapes.items()
+            if key.endswith("_scale_inv") and len(scales) == 2
+            for size, blocks in zip(shapes.get(key.removesuffix("_scale_inv"), ()), scales, strict=False)
+        )
+
     def _read_headers(self, of: Callable[[Any], T]) -> dict[str, T]:
         """Returns `of` the description of each tensor of the files: no value is read."""
         values = dict[str, T]()

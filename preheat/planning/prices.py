@@ -98,7 +98,7 @@ def _read_offer(where: str, name: str, entry: object, common: Mapping[str, objec
         )
     currency = values.get("currency")
     if not isinstance(currency, str) or len(currency) != 3 or not currency.isalpha():
-        problem = "has no currency" if currency is None else f"currency: {quote_value(currency)} is no three letters"
+        problem = "has no currency" if currency is None else f"currency: {quote_value(currency)} must be three letters"
         raise RecipeError(f"{place}: {problem}; write currency: USD in the file or in the entry")
     try:
         device = find_accelerator(name)
@@ -109,15 +109,16 @@ def _read_offer(where: str, name: str, entry: object, common: Mapping[str, objec
 
 
 def _read_date(place: str, value: object) -> str:
-    fix = "write date: 2026-11-28, the day on which it was valid"
+    today = datetime.date.today()
+    fix = f"write date: {today}, or the day on which it was valid"
     if value is None:
         raise RecipeError(f"{place}: has no date; {fix}")
     try:
         date = datetime.date.fromisoformat(str(value)[:10] if isinstance(value, datetime.date) else str(value))
     except ValueError:
-        raise RecipeError(f"{place}: date: {quote_value(value)} is no date of that form; {fix}") from None
+        raise RecipeError(f"{place}: date: {quote_value(value)} is not written as a date; {fix}") from None
     # A day later, for other time zones.
-    if date > datetime.date.today() + datetime.timedelta(days=1):
+    if date > today + datetime.timedelta(days=1):
         raise RecipeError(f"{place}: date: {date} is in the future; {fix}")
     return date.isoformat()
 

@@ -106,18 +106,20 @@ _NOTHING: Any = object()
 def _find_key(values: Mapping[str, Any], place: Sequence[str | int]) -> tuple[str, ...]:
     """Returns the path of the innermost key that pydantic's location of an error leads to.
 
-    Locations also name alternatives of unions and positions in lists, which are no keys.
+    Locations end with alternatives of unions and positions in lists, which are no keys.
 
     Example:
         >>> _find_key({"groups": {"head": {"lr_scale": "x"}}}, ("groups", "head", "lr_scale", "float"))
         ('groups', 'head', 'lr_scale')
     """
-    keys, value = [str(part) for part in place[:1]], values.get(str(place[0])) if place else None
-    for part in place[1:]:
-        if not isinstance(value, Mapping) or part not in value:
+    keys: list[str] = []
+    value: object = values
+    for part in place:
+        inner = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}  # as JSON's keys
+        if keys and str(part) not in inner:
             break
         keys.append(str(part))
-        value = value[part]
+        value = inner.get(str(part))
     return tuple(keys)
 
 
@@ -206,7 +208,7 @@ class RecipeReader:
             for key, errors in by_key.items():
                 here, value = (*at, *key), values
                 for part in key:
-                    value = value.get(part, _NOTHING)
+                    value = {str(k): v for k, v in value.items()}.get(part, _NOTHING)
                 reasons = " or ".join(dict.fromkeys(_describe_error(e) for e in errors))
                 self.report(
                     here,

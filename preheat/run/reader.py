@@ -41,7 +41,7 @@ from preheat.sanitize import quote_value, shorten
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Reader", "read_event", "read_metrics", "read_system"]
+__all__ = ["Reader", "count_sessions", "read_event", "read_metrics", "read_system"]
 
 _Event = TypeVar("_Event", bound=Event)
 _Metrics = TypeVar("_Metrics", StepMetrics, EvaluationMetrics)
@@ -190,6 +190,16 @@ _TAIL = 16 << 10
 """Bytes at the end of system.jsonl: dozens of samples."""
 _LINE = 16 << 20
 """Maximum length of a line in bytes."""
+
+
+def count_sessions(folder: Path) -> int:
+    """Returns how often a run was started or resumed; 0 for a folder without a readable run."""
+    if not (folder / "recipe.yaml").exists():  # marks a run that has begun
+        return 0
+    try:
+        return sum(isinstance(event, Started | Resumed) for event in Reader(folder).events())
+    except PreheatError:
+        return 0
 
 
 class Reader:

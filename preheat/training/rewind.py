@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from preheat.core.run_records import PutBack, Resumed, SetAside
+from preheat.core.run_records import PutBack, SetAside
 from preheat.engine import checkpoint
-from preheat.errors import RunError
+from preheat.errors import PreheatError, RunError
 from preheat.recipe import Recipe
-from preheat.run.reader import Reader
+from preheat.run.reader import Reader, count_sessions
 from preheat.run.writer import Writer, check_folder
 from preheat.training.resume import compare
 
@@ -21,7 +21,7 @@ __all__ = ["rewound"]
 def rewound(recipe: Recipe, out: Path, choice: str, say: Callable[[str], None]) -> Iterator[None]:
     """Sets aside the checkpoints of a run after the chosen one, from which the block resumes the run.
 
-    If the block fails before the run has resumed, they have their names again afterwards.
+    If that fails before the run has resumed, they are renamed back.
 
     Args:
         out: the run's folder.
@@ -36,23 +36,28 @@ def rewound(recipe: Recipe, out: Path, choice: str, say: Callable[[str], None]) 
         with rewound(recipe, Path("runs/a"), "best", print):
             train(recipe, out="runs/a", resume=True)
     """
-    best, names = _rewind(recipe, out, choice, say)
+    check_folder(out, resume=True)
+    folder, sessions = out / "checkpoints", count_sessions(out)
+    step = checkpoint.chosen_step(folder, choice)
+    if step is None:  # the newest intact one, which is where a run resumes anyway
+        yield
+        return
+    best, later = checkpoint.best_step(folder), checkpoint.steps_after(folder, step)
     try:
+        _set_aside(recipe, out, step, say)
         yield
     except BaseException:
-        if names and not _has_resumed(out):
-            _put_back(out, best, names, say)
+        if count_sessions(out) == sessions:
+            try:
+                _put_back(out, later, best, say)
+            # The first error says why the run did not resume.
+            except PreheatError as error:
+                say(f"the later checkpoints keep their new names: {error}")
         raise
 
 
-def _rewind(recipe: Recipe, out: Path, choice: str, say: Callable[[str], None]) -> tuple[int | None, list[str]]:
-    """Returns the step of the best checkpoint, and the new names of the later ones."""
-    check_folder(out, resume=True)
-    folder = out / "checkpoints"
-    step = checkpoint.chosen_step(folder, choice)
-    if step is None:  # the newest intact one, which is where a run resumes anyway
-        return None, []
-    writer = Writer(out, resume=True)
+def _set_aside(recipe: Recipe, out: Path, step: int, say: Callable[[str], None]) -> None:
+    folder, writer = out / "checkpoints", Writer(out, resume=True)
     try:
         # Before anything is renamed: whatever keeps the run from being resumed at this step.
         compare(recipe, Reader(out).recipe_text)
@@ -60,32 +65,24 @@ def _rewind(recipe: Recipe, out: Path, choice: str, say: Callable[[str], None]) 
         if path is None:
             raise RunError(f"{damaged[0][0]}: {damaged[0][1]}; choose another checkpoint")
         # A later best one is no longer of this run; resuming marks the best one up to this step again.
-        best = checkpoint.best_step(folder)
-        if (best or 0) > step:
+        if (checkpoint.best_step(folder) or 0) > step:
             (folder / checkpoint.BEST).unlink()
         if names := checkpoint.set_aside(folder, after=step):
             writer.write_event(SetAside(step=step, checkpoints=tuple(names)))
             say(f"continuing from step {step:,}: later checkpoints are set aside as {', '.join(names)}")
-        return best, names
     finally:
         writer.close()
 
 
-def _has_resumed(out: Path) -> bool:
-    """True if the run resumed after its checkpoints were set aside."""
-    events = Reader(out).events()
-    last = max(number for number, event in enumerate(events) if isinstance(event, SetAside))
-    return any(isinstance(event, Resumed) for event in events[last:])
-
-
-def _put_back(out: Path, best: int | None, names: list[str], say: Callable[[str], None]) -> None:
+def _put_back(out: Path, later: Sequence[int], best: int | None, say: Callable[[str], None]) -> None:
     folder = out / "checkpoints"
+    if best is not None and checkpoint.best_step(folder) is None:
+        checkpoint.mark_best(folder, best)
+    if not (names := checkpoint.put_back(folder, later)):
+        return
+    say(f"not resumed: renamed back to {', '.join(names)}")
     writer = Writer(out, resume=True)
     try:
-        restored = checkpoint.put_back(folder, names)
-        if best is not None:
-            checkpoint.mark_best(folder, best)
-        writer.write_event(PutBack(checkpoints=tuple(restored)))
+        writer.write_event(PutBack(checkpoints=tuple(names)))
     finally:
         writer.close()
-    say(f"not resumed: {', '.join(restored)} {'has its name' if len(restored) == 1 else 'have their names'} again")

@@ -107,7 +107,7 @@ def test_a_run_goes_back_to_its_best_checkpoint(stopped: Command) -> None:
     back = ("train", "r.yaml", "--out", "back", "--resume", "--checkpoint", "best", *SETTINGS)
     before = saved(run)
     error = stopped.here(*back, "--skip-rows", "0..1", code=1)[1]
-    assert f"not resumed: step-{last} has its name again" in error
+    assert f"not resumed: renamed back to step-{last}" in error
     assert (saved(run), checkpoint.best_step(run / "checkpoints")) == (before, best)
     (event,) = Reader(run).events(PutBack)
     assert event.checkpoints == (f"step-{last}",)

@@ -66,7 +66,7 @@ def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
         (
             (*inference, "--variant", "kernel=blocks"),
             2,
-            "efficient_attention.kernel=blocks: must be one of cudnn, efficient, flash, math",
+            "--variant kernel=blocks: must be one of cudnn, efficient, flash, math",
         ),
         (
             (*inference, "--variant", "cache=int3"),

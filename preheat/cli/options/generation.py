@@ -63,12 +63,12 @@ ChatTemplate = Annotated[
 ]
 
 
-def build_sampling(overrides: Sequence[str] = (), *, option: str = "--set", **values: Any) -> Sample:
+def build_sampling(overrides: Sequence[str] = (), *, variant: str = "", **values: Any) -> Sample:
     """Returns the sampling settings of the command line.
 
     Args:
         overrides: `sample.key=value` each, for settings without an option of their own.
-        option: the one that errors name.
+        variant: the value of --variant that some of them are from, which errors name instead of --set.
 
     Raises:
         RecipeError: an override is not a sampling setting, or the settings contradict each other.
@@ -78,15 +78,18 @@ def build_sampling(overrides: Sequence[str] = (), *, option: str = "--set", **va
     from preheat.recipe.yaml_io import compose
     from preheat.sanitize import shorten
 
+    option = f"--variant {variant}" if variant else "--set"
     overridden = {}
     for item in overrides:
         key, equals, raw = item.partition("=")
         # Prompts have options and files of their own here.
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name in ("prompts", "rows"):
-            raise RecipeError(f"--set {shorten(item)}: here it takes generation settings, e.g. --set sample.cache=int8")
+            place = option if variant else f"--set {shorten(item)}"
+            example = "cache=int8" if variant else "--set sample.cache=int8"
+            raise RecipeError(f"{place}: here it takes generation settings, e.g. {example}")
         # YAML, as in a recipe: 0.8 is a number, int8 a text.
-        overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
+        overridden[name] = compose(raw, option if variant else f"--set {shorten(item)}", numbered=False)[0]
     # The recipe's own checks, with their messages.
     reader = RecipeReader(option, {}, hints={})
     sample: Sample = reader.flat(Sample, {**values, **overridden}, ("sample",))
@@ -94,7 +97,12 @@ def build_sampling(overrides: Sequence[str] = (), *, option: str = "--set", **va
     # Settings that are valid each but contradict each other; named as the user gave them.
     if problems := sample_problems(sample):
         messages = [
-            (f"sample.{name}" if name in overridden else f"--{name.replace('_', '-')}", problem)
+            (
+                f"{option + ': ' if variant else ''}sample.{name}"
+                if name in overridden
+                else f"--{name.replace('_', '-')}",
+                problem,
+            )
             for name, problem in problems
         ]
         raise RecipeError("; ".join(f"{name}: {problem}" for name, problem in messages))

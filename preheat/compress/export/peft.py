@@ -26,7 +26,7 @@ from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
-from preheat.model_folder import FAULTS, describe_fault, quantization_of, read_object
+from preheat.model_folder import FAULTS, describe_fault
 from preheat.models import configs
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.hf import require_decoder_only
@@ -62,9 +62,9 @@ _STORED = (
     "the adapter was trained on the base in {0}, whose weights were dequantized exactly: load that folder under it; "
     "kernels for {0} round the weights to half precision, which changes logits slightly"
 )
-_UNREAD = (
-    "transformers cannot dequantize the base's {0} weights, so the adapter was compared with peft on the base as "
-    "preheat reads it"
+_PARTIAL = (
+    "transformers dequantizes FP8 in whole blocks only, and a matrix of the base ends within one: it was compared with "
+    "peft on the base as preheat reads it, and the code below needs a GPU that computes in FP8"
 )
 _MERGED = 1e-3
 """Accepted change by merging in fp32, relative to the largest logit; some adapters lose digits by cancellation."""
@@ -160,9 +160,10 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     notes += [*ends.notes, *_note_unread_end_tokens(ends, ends_of(base_generation))]
     reader = published.reader
     load_base = functools.partial(_load_base, reader, source, base, load_options)
-    dequantize_base = functools.partial(_dequantize_base, opened.recipe, source, base)
-    if stored:  # transformers reads these folders with other libraries, and on GPUs
-        load_base = dequantize_base
+    is_partial = not stored and opened.build.weights.has_partial_blocks()
+    notes += [_PARTIAL] if is_partial else []
+    if stored or is_partial:  # transformers reads stored folders with other libraries, and on GPUs
+        load_base = functools.partial(_dequantize_base, opened.recipe, source, base)
     # Frees the run's model before peft loads the base again, twice.
     opened.build.parts.clear()
     del model, packed, whole
@@ -174,18 +175,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        try:
-            plain_base = load_base()
-        except RuntimeError:
-            settings_of_base = read_object(Path(source) / "config.json", "model.path")
-            if not (method := quantization_of(settings_of_base).get("quant_method")):
-                raise
-            # FP8 that ends within a block: transformers dequantizes whole blocks only.
-            load_base = dequantize_base
-            plain_base = load_base()
-            notes.append(_UNREAD.format(method))
-        adapted: PeftModel = peft.get_peft_model(plain_base, config)
-        del plain_base
+        adapted: PeftModel = peft.get_peft_model(load_base(), config)
         with torch.no_grad():
             for name, tensors in values.items():
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):

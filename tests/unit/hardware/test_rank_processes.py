@@ -34,7 +34,7 @@ def test_ranks_split_the_cores_and_know_their_group(monkeypatch: pytest.MonkeyPa
     ]
 
 
-@pytest.mark.parametrize(("ends", "failed"), [(("time.sleep(99)", "sys.exit('no room')"), 1), (("sys.exit(3)", "os.kill(os.getpid(), 9)"), 1)])  # fmt: skip
+@pytest.mark.parametrize(("ends", "failed"), [(("time.sleep(99)", "sys.exit('no room')"), 1), (("time.sleep(1); sys.exit(3)", "os.kill(os.getpid(), 9)"), 1)])  # fmt: skip
 def test_the_rank_that_failed_is_named_and_the_others_end(ends: tuple[str, str], failed: int) -> None:
     started = time.monotonic()
     with RankProcesses(2, keep_errors=True) as ranks:

@@ -219,7 +219,7 @@ def test_every_optimizer_has_the_rates_of_groups(optimizer: str) -> None:
         (["techniques.freeze.frozen=[embed_tokens]"], r"are one weight \(they are tied\), and only the first is named"),
         (["techniques.freeze.train=[norms]", "techniques.freeze.gradual=3"], r"gradual: 3 is for layers"),
         (["techniques.freeze.layers=1", "techniques.lora={}"], r"freeze"),
-        (["techniques.freeze.layers=1", "optimizer.groups={embeddings: {lr_scale: 2}}"], r"'embeddings' matches frozen weights alone"),
+        (["techniques.freeze.layers=1", "optimizer.groups={embeddings: {lr_scale: 2}}"], r"'embeddings' matches only frozen weights"),
         (["optimizer.groups={nothing: {lr_scale: 2}}"], r"'nothing' matches no weight of the model and its techniques; names are such as model"),
         (["optimizer.groups={.: {lr_scale: 2}}"], r"'.' matches all trained weights"),
         (["optimizer.groups={q_proj: {lr_scale: 2}, _proj: {lr_scale: 3}}"], r"q_proj.weight is in two groups"),
