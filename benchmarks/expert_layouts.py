@@ -19,6 +19,7 @@ import yaml
 
 MODELS = {"qwen3-30b-a3b": 16, "mixtral-8x7b": 16, "gpt-oss-20b": 16, "glm-4.5-air": 64, "deepseek-v3": 256}
 """Presets, and the number of H100s to plan for."""
+OUTCOMES = {"fits": "fit", "too large": "do not fit", "refused": "are refused"}
 # (tensor, pipeline, context, expert) parallel
 LAYOUTS = (
     (1, 1, 1, 1), (1, 1, 1, 8), (2, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 1), (2, 1, 1, 4), (4, 1, 1, 2), (1, 2, 1, 1), (1, 4, 1, 1),
@@ -108,11 +109,13 @@ def main() -> None:
 
 def render(rows: Mapping[str, Sequence[str]], counts: Mapping[str, int], out: Path) -> str:
     """Returns the page: the counts of outcomes, and a table of each model."""
-    total = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    total = ", ".join(f"{counts.get(outcome, 0)} {verb}" for outcome, verb in OUTCOMES.items())
+    wanted = len(LAYOUTS) * len(rows)
     lines = [
         "# Layouts of models with experts, planned",
         "",
-        f"Of {sum(counts.values())} layouts: {total}. tp, pp, cp, ep: tensor, pipeline, context and expert parallel; fsdp over the rest.",
+        f"**Of {sum(counts.values())} layouts {total}.** {wanted} are to be planned. tp, pp, cp, ep: tensor, pipeline, context and "
+        "expert parallel; fsdp over the rest.",
         "",
         f"Command: `python benchmarks/expert_layouts.py --out {out}`. {__doc__.split(chr(10) * 2, 2)[2].strip()}",
     ]
