@@ -109,8 +109,9 @@ def test_a_configuration_is_planned_beginning_with_how_it_was_read(preheat: Comm
     assert lines[1].startswith(
         "  axolotl.yaml:8: load_in_8bit: true: not understood; assumed: the base is in half prec"
     )
-    assert "padded, not packed" in lines[2]
-    assert lines[3].startswith("  assumed: me/rows is not on this machine: the steps of an epoch are not known")
+    assert lines[2] == "  assumed: axolotl weighs each micro-batch of a step the same: here each token weighs the same"
+    assert "padded, not packed" in lines[3]
+    assert lines[4].startswith("  assumed: me/rows is not on this machine: the steps of an epoch are not known")
     assert "on H100: fits" in out
     assert "instead " in out
     assert "Traceback" not in error
