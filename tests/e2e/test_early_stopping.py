@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from preheat.core.run_records import Finished, NewBest, PutBack, SetAside
 from preheat.engine import checkpoint
 from preheat.evaluation.run_evaluator import RunEvaluator
+from preheat.hardware.interrupts import Interrupted
 from preheat.run.reader import Reader
+from preheat.training.session import Session
 
 from ..fork_server import Fork, command
 from .conftest import RECIPE, Command, losses, write_text
@@ -98,7 +101,7 @@ def test_commands_load_the_best_checkpoint(stopped: Command) -> None:
     assert "--checkpoint 'newest': write best, last or a step" in error
 
 
-def test_a_run_goes_back_to_its_best_checkpoint(stopped: Command) -> None:
+def test_a_run_goes_back_to_its_best_checkpoint(stopped: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run = stopped.folder / "back"
     shutil.copytree(stopped.folder / "whole", run)
     best, last = by_hand(run)
@@ -111,6 +114,16 @@ def test_a_run_goes_back_to_its_best_checkpoint(stopped: Command) -> None:
     assert (saved(run), checkpoint.best_step(run / "checkpoints")) == (before, best)
     (event,) = Reader(run).events(PutBack)
     assert event.checkpoints == (f"step-{last}",)
+
+    def interrupt(session: Session, *, resume: bool) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    # The command that is said goes back, too: the run has not.
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "assemble", interrupt)
+        error = stopped.here(*back, code=143)[1]
+    assert f"to resume: preheat {shlex.join(back)}" in " ".join(error.split())
+    assert saved(run) == before
     stopped.here(*back)
     event = Reader(run).events(SetAside)[-1]
     assert (event.step, event.checkpoints) == (best, (f"step-{last}.aside-1",))
