@@ -188,7 +188,7 @@ def _add_resume_command(folder: Path, target: str | Path, arguments: Sequence[st
         yield
     except Interrupted as signal:
         sessions = count_sessions(folder)
-        # A command that was interrupted before it resumed the run has gone back to no checkpoint: it is said again.
+        # Before the run has resumed, its checkpoints are as they were: the same command goes back and skips rows again.
         again = shlex.join(["preheat", *arguments])
         resume = build_resume_command(arguments, target) if sessions > before else again if sessions else None
         raise Interrupted(signal.number, resume) from None

@@ -102,7 +102,7 @@ class RankProcesses:
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
 
     def find_failed(self, successes: Container[int] = (0,)) -> int | None:
-        """Returns a rank that ended with another code than `successes`; first one that a signal ended.
+        """Returns a rank that ended with another code than `successes`, preferably one that a signal ended.
 
         A rank that is killed makes the others fail.
         """
@@ -124,7 +124,7 @@ class RankProcesses:
             if first is not None and time.monotonic() > deadline:
                 break
             time.sleep(POLL_SECONDS)
-        # Within the pause a rank may be found that was killed: that of the others follows from it.
+        # A rank that a signal ended is named before the one that failed first: it is the likelier cause.
         last = self.find_failed()
         return last if first is None or (last is not None and self.processes[last].returncode < 0) else first
 
