@@ -141,9 +141,11 @@ class RemoteFolder:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        scheme, _, rest = self.url.partition("://")
-        if "/" not in rest.strip("/"):
-            raise RecipeError(f"{url}: names no folder; write {scheme}://BUCKET/FOLDER")
+        # "s3://" has lost its slashes.
+        scheme, _, rest = self.url.partition(":")
+        rest = rest.strip("/")
+        if "/" not in rest:
+            raise RecipeError(f"{scheme}://{rest}: names no folder; write {scheme}://BUCKET/FOLDER")
         self._backend = _BACKENDS[scheme]
         self._fs, self.root = self._open()
 

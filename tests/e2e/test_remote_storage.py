@@ -243,7 +243,8 @@ def test_bad_folders_are_one_line_before_training(preheat: Command, s3: Server) 
     assert "holds a run already; add --resume" in refuse("r.yaml", "--out", "s3://bucket/other")
     assert "adlfs, which is not installed: pip install" in refuse("r.yaml", "--out", "az://bucket/a", code=2)
     assert "preheat knows s3://" in refuse("r.yaml", "--out", "https://host/a", code=2)
-    assert "names no folder" in refuse("r.yaml", "--out", "s3://bucket", code=2)
+    for url in ("s3://bucket", "s3://"):
+        assert f"{url}: names no folder; write s3://BUCKET/FOLDER" in refuse("r.yaml", "--out", url, code=2)
     assert "add --resume" in refuse(URL, code=2)
     assert "data.source s3://bucket/absent.jsonl" in refuse(
         "r.yaml", "--set", "data.source=s3://bucket/absent.jsonl", code=4
